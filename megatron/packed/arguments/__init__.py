@@ -1,0 +1,47 @@
+"""The command line and the typed configuration it is read into.
+
+The frozen dataclasses are the truth; the parser, the help text and the reports are generated from
+them. Nothing here imports torch or megatron-core, so `--help` and a bad flag answer at once.
+
+    config = validate(parse_arguments(sys.argv[1:], os.environ), accelerator="cpu")
+"""
+
+from __future__ import annotations
+
+from megatron.packed.arguments.config import Config, Replacement, all_specs, build_config
+from megatron.packed.arguments.data import DataConfig, LoggingConfig, PackingConfig
+from megatron.packed.arguments.declare import FlagSpec
+from megatron.packed.arguments.model import KernelConfig, ModelConfig
+from megatron.packed.arguments.parallel import ParallelConfig, RuntimeConfig
+from megatron.packed.arguments.parser import CommandLineError, build_parser, parse_arguments
+from megatron.packed.arguments.report import config_report, replacement_report
+from megatron.packed.arguments.training import (
+    EvaluationConfig,
+    OptimizationConfig,
+    TrainingConfig,
+)
+from megatron.packed.arguments.validation import validate
+
+__all__ = [
+    "CommandLineError",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "FlagSpec",
+    "KernelConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizationConfig",
+    "PackingConfig",
+    "ParallelConfig",
+    "Replacement",
+    "RuntimeConfig",
+    "TrainingConfig",
+    "all_specs",
+    "build_config",
+    "build_parser",
+    "config_report",
+    "parse_arguments",
+    "replacement_report",
+    "validate",
+]

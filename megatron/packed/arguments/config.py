@@ -1,0 +1,223 @@
+"""`Config`: the one typed, frozen record of a run, and how it is built from flat values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shlex
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.packed.arguments.data import DataConfig, LoggingConfig, PackingConfig
+from megatron.packed.arguments.declare import FlagSpec, flag_specs
+from megatron.packed.arguments.model import KernelConfig, ModelConfig
+from megatron.packed.arguments.parallel import ParallelConfig, RuntimeConfig
+from megatron.packed.arguments.training import (
+    EvaluationConfig,
+    OptimizationConfig,
+    TrainingConfig,
+)
+from megatron.packed.errors import ConfigurationError
+
+COMMAND_LINE = "command line"
+ENVIRONMENT = "environment"
+DERIVED = "derived"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One row of the start-up table: what was asked for, what is used, and why.
+
+    Attributes:
+        flag: The flag as documented.
+        asked: The value asked for, as text.
+        used: What runs instead, as text.
+        why: One clause.
+    """
+
+    flag: str
+    asked: str
+    used: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run is told, in groups of frozen dataclasses.
+
+    Between `parse_arguments` and `validate`, fields declared with `derived` may still be None;
+    in a validated config all of them hold a value.
+
+    Attributes:
+        sources: Where the value of a field came from (`command line`, `environment`, `derived`),
+            by field name; absent means its default.
+        replacements: What `validate` replaced by an equivalent, and why.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    optimization: OptimizationConfig
+    data: DataConfig
+    packing: PackingConfig
+    evaluation: EvaluationConfig
+    logging: LoggingConfig
+    kernels: KernelConfig
+    runtime: RuntimeConfig
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    replacements: tuple[Replacement, ...] = field(default=(), compare=False, repr=False)
+
+    @classmethod
+    def from_flags(
+        cls,
+        flags: str,
+        environ: Mapping[str, str] = types.MappingProxyType({}),
+        *,
+        accelerator: str | None = "cpu",
+    ) -> Config:
+        """Build a validated config from flags written as in a shell; for tests and benchmarks.
+
+        Args:
+            flags: For example `"--num-layers 2 --hidden-size 64"`.
+            environ: The launcher's variables (WORLD_SIZE, RANK, ...).
+            accelerator: What `--accelerator auto` means, see `validate`.
+
+        Raises:
+            ConfigurationError: As `parse_arguments` and `validate`.
+        """
+        from megatron.packed.arguments.parser import parse_arguments
+        from megatron.packed.arguments.validation import validate
+
+        return validate(parse_arguments(shlex.split(flags), environ), accelerator=accelerator)
+
+    def override(self, **values: Any) -> Config:
+        """Return a validated config with some fields set and everything derived anew.
+
+        Args:
+            **values: New values by field name, whichever group the field is in.
+
+        Raises:
+            ConfigurationError: A name is unknown, or the result breaks a rule.
+        """
+        from megatron.packed.arguments.validation import validate
+
+        kept = {d: s for d, s in self.sources.items() if s != DERIVED}
+        flat = {dest: self.get(dest) for dest in kept} | values
+        sources = kept | {dest: COMMAND_LINE for dest in values}
+        return validate(build_config(flat, sources))
+
+    def get(self, dest: str) -> Any:
+        """Return the value of a field by its name, whichever group it is in."""
+        return getattr(getattr(self, spec_of(dest).group), dest)
+
+    def is_given(self, dest: str) -> bool:
+        """Return whether the user or the launcher set a field."""
+        return self.sources.get(dest) not in (None, DERIVED)
+
+    def with_values(self, values: Mapping[str, Any], source: str | None = None) -> Config:
+        """Return a copy with some fields set, nothing derived or checked again.
+
+        Args:
+            values: New values by field name.
+            source: Recorded as where they came from; None keeps the record as it is.
+        """
+        groups: dict[str, Any] = {}
+        for dest, value in values.items():
+            groups.setdefault(spec_of(dest).group, {})[dest] = value
+        changed = {
+            group: dataclasses.replace(getattr(self, group), **fields)
+            for group, fields in groups.items()
+        }
+        sources = {**self.sources, **({d: source for d in values} if source else {})}
+        return dataclasses.replace(self, **changed, sources=sources)
+
+    @property
+    def device_type(self) -> str:
+        """`cuda` or `cpu`; known once the config is validated with an accelerator."""
+        if self.runtime.accelerator == "auto":
+            raise ConfigurationError(
+                "--accelerator auto isn't resolved yet: pass validate() what it means here"
+            )
+        return self.runtime.accelerator
+
+
+@functools.cache
+def config_groups() -> Mapping[str, type]:
+    """Return the dataclass of each group by its attribute name on `Config`."""
+    return {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "training": TrainingConfig,
+        "optimization": OptimizationConfig,
+        "data": DataConfig,
+        "packing": PackingConfig,
+        "evaluation": EvaluationConfig,
+        "logging": LoggingConfig,
+        "kernels": KernelConfig,
+        "runtime": RuntimeConfig,
+    }
+
+
+@functools.cache
+def all_specs() -> Mapping[str, FlagSpec]:
+    """Return every declared field by name, in order of declaration.
+
+    Raises:
+        TypeError: Two fields share a name or a flag, so a flat value couldn't be placed.
+    """
+    specs: dict[str, FlagSpec] = {}
+    flags: dict[str, str] = {}
+    for group, group_class in config_groups().items():
+        for spec in flag_specs(group_class, group, group_class.SECTION):  # type: ignore[attr-defined]
+            if spec.dest in specs:
+                raise TypeError(f"field {spec.dest} is declared in two config groups")
+            for name in spec.names:
+                if name in flags:
+                    raise TypeError(f"{name} is declared by {flags[name]} and {spec.dest}")
+                flags[name] = spec.dest
+            specs[spec.dest] = spec
+    return specs
+
+
+def spec_of(dest: str) -> FlagSpec:
+    """Return the declaration of a field.
+
+    Raises:
+        ConfigurationError: No field has that name.
+    """
+    try:
+        return all_specs()[dest]
+    except KeyError:
+        raise ConfigurationError(f"no config field is called {dest!r}") from None
+
+
+def build_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
+    """Build a config from flat values; fields not among them take their defaults.
+
+    Whatever reads settings (the command line, a file, a checkpoint) ends here.
+
+    Args:
+        values: Values by field name, of the fields' own types.
+        sources: Where each came from, by field name.
+
+    Raises:
+        ConfigurationError: A field is unknown, or required ones are missing: all are listed.
+    """
+    groups: dict[str, dict[str, Any]] = {group: {} for group in config_groups()}
+    for dest, value in values.items():
+        groups[spec_of(dest).group][dest] = value
+    missing = [
+        spec.name
+        for spec in all_specs().values()
+        if spec.required and values.get(spec.dest) is None
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"missing: {', '.join(missing)}; a run needs {'them' if missing[1:] else 'it'}, "
+            "there is no default"
+        )
+    built = {name: cls(**groups[name]) for name, cls in config_groups().items()}
+    return Config(**built, sources=dict(sources))

@@ -1,0 +1,125 @@
+"""Corpus, tokenizer, packing, and what is logged where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.packed.arguments.declare import derived, flag, required
+
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from and how a row is cut from them."""
+
+    SECTION: ClassVar[str] = "data and dataloader"
+
+    seq_length: int = required("Input tokens of one row.", at_least=1)
+    data_path: tuple[str, ...] | None = flag(
+        "Prefix of a preprocessed corpus (without .bin/.idx), several, or weight prefix pairs; "
+        "--split cuts them into training, validation and test."
+    )
+    split: str | None = derived(
+        "969,30,1 with --data-path, 1,1,1 with --mock-data",
+        "Proportions of training, validation and test, as in 90,5,5.",
+    )
+    train_data_path: tuple[str, ...] | None = flag("Like --data-path, for training alone.")
+    valid_data_path: tuple[str, ...] | None = flag("Like --data-path, for validation alone.")
+    test_data_path: tuple[str, ...] | None = flag("Like --data-path, for the test alone.")
+    data_cache_path: str | None = flag("Folder for index files, kept between runs.")
+    mock_data: bool = flag("Train on generated tokens.", default=False)
+    mmap_bin_files: bool = flag(
+        "Read .bin files instead of mapping them.",
+        "--no-mmap-bin-files",
+        default=True,
+        negative=True,
+    )
+    num_workers: int = flag(
+        "Data-loading processes; 0 loads in the training process.", default=2, at_least=0
+    )
+    dataloader_type: str = derived(
+        "single",
+        "single: every sample once, in order; cyclic: shuffled epochs.",
+        choices=("single", "cyclic"),
+    )
+    reset_position_ids: bool = flag(
+        "Restart positions after each end of document; always so with --use-packed-sequence.",
+        default=False,
+    )
+    reset_attention_mask: bool = flag(
+        "No attention across documents; always so with --use-packed-sequence.", default=False
+    )
+    eod_mask_loss: bool = flag(
+        "No loss at end-of-document positions; always so with --use-packed-sequence.",
+        default=False,
+    )
+
+    tokenizer_type: str = required("Kind of tokenizer.", choices=TOKENIZER_TYPES)
+    tokenizer_model: str | None = flag(
+        "tokenizer.json, or a folder that holds one.", section="tokenizer"
+    )
+    vocab_size: int | None = flag(
+        "Vocabulary before padding; NullTokenizer needs it.", section="tokenizer", at_least=1
+    )
+    eod_token: str | None = flag(
+        "End-of-document token, where the tokenizer's files name none.", section="tokenizer"
+    )
+
+    @property
+    def has_per_split_paths(self) -> bool:
+        return any((self.train_data_path, self.valid_data_path, self.test_data_path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """Online packing of a micro-batch's documents into one sequence."""
+
+    SECTION: ClassVar[str] = "packing"
+
+    use_packed_sequence: bool = flag(
+        "Cut the rows of each micro-batch at document ends and train on the segments as one pack.",
+        default=False,
+    )
+    packing_alignment: str = flag(
+        "Padding of packs: default pads only what the parallel layout needs, segment pads every "
+        "segment, pack the pack's end alone. None changes the loss.",
+        default="default",
+        choices=("default", "segment", "pack"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is reported, how often and to where."""
+
+    SECTION: ClassVar[str] = "logging"
+
+    log_interval: int = flag("Iterations between log lines.", default=100, at_least=1)
+    log_throughput: bool = flag("Log model FLOP/s.", default=False)
+    log_params_norm: bool = flag("Log the norm of the parameters.", default=False)
+    log_num_zeros_in_grad: bool = flag("Log how many gradient entries are zero.", default=False)
+    tensorboard_dir: str | None = flag("Folder for TensorBoard events.")
+    tensorboard_log_interval: int = flag(
+        "Iterations between TensorBoard entries.", default=1, at_least=1
+    )
+    tensorboard_queue_size: int = flag(
+        "Entries TensorBoard holds before it writes.", default=1000, at_least=1
+    )
+    log_timers_to_tensorboard: bool = flag("Write timers to TensorBoard.", default=False)
+    log_validation_ppl_to_tensorboard: bool = flag(
+        "Write validation perplexity to TensorBoard.", default=False
+    )
+    log_memory_to_tensorboard: bool = flag("Write memory use to TensorBoard.", default=False)
+    log_learning_rate_to_tensorboard: bool = flag(
+        "Do not write the learning rate to TensorBoard.",
+        "--no-log-learning-rate-to-tensorboard",
+        default=True,
+        negative=True,
+    )
+    log_world_size_to_tensorboard: bool = flag("Write the world size to TensorBoard.", default=False)
+    wandb_project: str = flag("Weights & Biases project; empty logs nothing there.", default="")
+    wandb_entity: str = flag("Weights & Biases entity.", default="")
+    wandb_exp_name: str = flag("Weights & Biases run name.", default="")
+    wandb_save_dir: str = flag("Folder for Weights & Biases files.", default="")

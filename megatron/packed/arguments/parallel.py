@@ -1,0 +1,87 @@
+"""How the model and the batch are spread over processes, and what those processes run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.packed.arguments.declare import Replaced, derived, flag, from_environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallel sizes, and this process's place as the launcher gave it."""
+
+    SECTION: ClassVar[str] = "distributed"
+
+    tensor_model_parallel_size: int = flag(
+        "Processes that share each layer's weights.", default=1, at_least=1
+    )
+    pipeline_model_parallel_size: int = flag(
+        "Stages that the layers are cut into.", default=1, at_least=1
+    )
+    context_parallel_size: int = flag(
+        "Processes that share each sequence.", default=1, at_least=1
+    )
+    sequence_parallel: bool = flag(
+        "Shard activations along the sequence between tensor-parallel regions.", default=False
+    )
+    use_distributed_optimizer: bool = flag(
+        "Shard optimizer state over data-parallel processes.", default=False
+    )
+    overlap_grad_reduce: bool = flag(
+        "Reduce gradients while the backward pass runs.",
+        default=False,
+        replaced=Replaced("the CPU does both jobs", "reduction after the backward pass", False),
+    )
+    overlap_param_gather: bool = flag(
+        "Gather the distributed optimizer's parameters while the forward pass runs.",
+        default=False,
+        replaced=Replaced("the CPU does both jobs", "gather after the optimizer step", False),
+    )
+    distributed_backend: str = flag(
+        "Communication library.",
+        default="nccl",
+        choices=("nccl", "gloo"),
+        replaced=Replaced("nccl needs CUDA", "gloo", value="gloo"),
+    )
+    distributed_timeout_minutes: int = flag(
+        "Minutes a collective waits before the job is given up.", default=10, at_least=1
+    )
+
+    world_size: int = from_environment("WORLD_SIZE", 1, "Processes in the job.", at_least=1)
+    rank: int = from_environment("RANK", 0, "This process among all.")
+    local_rank: int = from_environment("LOCAL_RANK", 0, "This process among those of its node.")
+    local_world_size: int = from_environment(
+        "LOCAL_WORLD_SIZE", 1, "Processes on this node.", at_least=1
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one replica of the model, context parallelism included."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model, each fed its own samples."""
+        return self.world_size // self.model_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """What this process computes on."""
+
+    SECTION: ClassVar[str] = "runtime"
+
+    accelerator: str = flag(
+        "What to compute on; auto takes CUDA where there is one.",
+        default="auto",
+        choices=("auto", "cuda", "cpu"),
+    )
+    threads: int = derived(
+        "cores / processes on the node", "Threads of each process on a CPU.", at_least=1
+    )

@@ -1,0 +1,141 @@
+"""From what was asked for to what will run: derived defaults, replacements, rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from megatron.packed.arguments.config import DERIVED, Config, Replacement, all_specs
+from megatron.packed.arguments.declare import KEEP
+from megatron.packed.arguments.rules import check_rules, check_values
+from megatron.packed.errors import ConfigurationError
+
+
+def validate(config: Config, *, accelerator: str | None = None) -> Config:
+    """Fill derived defaults in, replace what the hardware lacks, and check every rule.
+
+    Args:
+        config: As parsed.
+        accelerator: What `--accelerator auto` means on this machine (`cuda` or `cpu`), from a
+            caller that has looked. None leaves `auto`, and rules about hardware unchecked.
+
+    Returns:
+        A config whose derived fields hold values and whose `replacements` say what changed.
+
+    Raises:
+        ConfigurationError: With one message a broken rule: flag, value, rule, way out.
+    """
+    check_values(config)
+    if config.runtime.accelerator == "auto" and accelerator is not None:
+        config = config.with_values({"accelerator": accelerator}, DERIVED)
+    config = _derive(config)
+    config = _follow_upstream(config)
+    config = _replace(config)
+    check_rules(config)
+    return config
+
+
+def _derive(config: Config) -> Config:
+    defaults = _derived_defaults(config)
+    return config.with_values({d: v for d, v in defaults.items() if config.get(d) is None}, DERIVED)
+
+
+def _derived_defaults(config: Config) -> dict[str, Any]:
+    model, training, optimization = config.model, config.training, config.optimization
+    width, heads = model.hidden_size, model.num_attention_heads
+    return {
+        "ffn_hidden_size": int((4 * width * 2 / 3) / 64) * 64 if model.swiglu else 4 * width,
+        "kv_channels": max(1, width // heads),
+        "num_query_groups": 1 if model.group_query_attention else heads,
+        "max_position_embeddings": config.data.seq_length,
+        "global_batch_size": training.micro_batch_size * max(1, config.parallel.data_parallel_size),
+        "lr_decay_iters": training.train_iters,
+        "start_weight_decay": optimization.weight_decay,
+        "end_weight_decay": optimization.weight_decay,
+        "split": _default_split(config),
+        "dataloader_type": "single",
+        "threads": max(1, len(os.sched_getaffinity(0)) // config.parallel.local_world_size),
+    }
+
+
+def _default_split(config: Config) -> str | None:
+    if config.data.data_path:
+        return "969,30,1"
+    return "1,1,1" if config.data.mock_data else None
+
+
+def _follow_upstream(config: Config) -> Config:
+    """Apply what upstream's own validation decides from other flags."""
+    model, training = config.model, config.training
+    if not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
+        config = _substitute(
+            config,
+            "num_query_groups",
+            model.num_attention_heads,
+            "without --group-query-attention every head has its own keys and values",
+        )
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        config = _substitute(
+            config, "sequence_parallel", False, "with one tensor-parallel process nothing is shared"
+        )
+    implied: dict[str, Any] = {}
+    if model.add_bias_linear:
+        implied["add_qkv_bias"] = True
+    if model.apply_query_key_layer_scaling:
+        implied["attention_softmax_in_fp32"] = True
+    if training.bf16:
+        implied["accumulate_allreduce_grads_in_fp32"] = True
+    if training.recompute_activations:
+        implied["recompute_granularity"] = "selective"
+    if config.packing.use_packed_sequence:
+        implied |= dict.fromkeys(
+            (
+                "calculate_per_token_loss",
+                "reset_position_ids",
+                "reset_attention_mask",
+                "eod_mask_loss",
+            ),
+            True,
+        )
+    return config.with_values(
+        {d: v for d, v in implied.items() if config.get(d) != v}, source=DERIVED
+    )
+
+
+def _substitute(config: Config, dest: str, value: Any, why: str, used: str | None = None) -> Config:
+    """Set a field and, where the user had asked for another value, say so in `replacements`."""
+    spec = all_specs()[dest]
+    row = Replacement(spec.name, show(config.get(dest)), used or show(value), why)
+    rows = config.replacements + ((row,) if config.is_given(dest) else ())
+    config = dataclasses.replace(config, replacements=rows)
+    return config if value == KEEP else config.with_values({dest: value})
+
+
+def _replace(config: Config) -> Config:
+    for dest, spec in all_specs().items():
+        replaced = spec.replaced
+        if replaced is None or config.runtime.accelerator not in replaced.accelerators:
+            continue
+        asked_for_more = config.is_given(dest) and not (
+            spec.negative or config.get(dest) == replaced.value
+        )
+        if replaced.value == KEEP and not asked_for_more:
+            continue
+        if asked_for_more:
+            config = _substitute(config, dest, replaced.value, replaced.why, replaced.used)
+        else:
+            config = config.with_values({dest: replaced.value})
+    return config
+
+
+def show(value: Any) -> str:
+    """Write a config value the way a user would: on/off, lists by spaces, numbers short."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+__all__ = ["ConfigurationError", "show", "validate"]
