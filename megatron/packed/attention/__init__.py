@@ -1,0 +1,1 @@
+"""Attention over packed sequences: segments, kernels and the module megatron-core calls."""

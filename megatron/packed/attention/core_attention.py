@@ -1,0 +1,180 @@
+"""The core attention module that megatron-core's layers call: causal inside segments, never S x S.
+
+It stands behind the contract of megatron-core's `DotProductAttention`, which itself refuses packed
+sequences and builds S x S scores. Layer specs name it as ``core_attention``.
+
+Source: ``megatron/core/transformer/dot_product_attention.py`` and ``attention.py`` (0.16.1).
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron.packed.attention.kernels import select_kernel
+from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
+from megatron.packed.errors import ConfigurationError
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class PackedCoreAttention(MegatronModule):
+    """Exact causal self-attention over packs (THD) and rows (BSHD).
+
+    Args:
+        config: Transformer configuration.
+        layer_number: Global 1-based layer number.
+        attn_mask_type: ``causal`` or ``padding_causal``.
+        attention_type: ``self``.
+        attention_dropout: Overrides ``config.attention_dropout``; only 0 is possible.
+        softmax_scale: Overrides ``1/sqrt(d)``.
+        cp_comm_type: Accepted for the contract; context parallelism has size 1 here.
+        pg_collection: Accepted for the contract; heads arrive already split over tensor-parallel
+            ranks.
+        k_channels: Width of a query and key head, where it is not ``config.kv_channels``.
+        v_channels: Width of a value head; read from the tensors.
+        **unused: Keywords that later megatron-core versions pass. One that is set is refused.
+
+    Raises:
+        ConfigurationError: If the configuration asks for what this kernel does not compute.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **unused: object,
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _check_supported(config, attn_mask_type, attention_type, dropout, unused)
+        width = k_channels or config.kv_channels
+        scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
+        if config.apply_query_key_layer_scaling:
+            scale /= self.layer_number
+        self.softmax_scale = scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[T, heads, d]`` with packed parameters, else ``[S, B, heads, d]``.
+            key: The same with key-value heads.
+            value: The same with key-value heads and the value width dv.
+            attention_mask: BSHD alone. None: every row is one causal segment. Else the int32
+                boundaries ``[segments + 1]`` of the segments in the flattened ``[B*S]`` stream,
+                row after row, from 0 to B*S: block-diagonal without a mask matrix. It is a tensor
+                so that activation recomputation carries it.
+            attn_mask_type: Mask kind of this call, where it differs from the module's.
+            attention_bias: Refused.
+            packed_seq_params: Boundaries of the pack: ``cu_seqlens_q`` real, and
+                ``cu_seqlens_q_padded`` padded (the real ones where absent).
+
+        Returns:
+            ``[T, heads * dv]`` or ``[S, B, heads * dv]``.
+
+        Raises:
+            ValueError: If a bias or another mask kind is passed, or boundaries don't fit.
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported: positions come from RoPE")
+        if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
+            raise ValueError(f"attn_mask_type {attn_mask_type} is not supported: only causal")
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            layout = _layout_of_pack(packed_seq_params, query.shape[0])
+            streams = [x.unsqueeze(0) for x in (query, key, value)]
+            out = select_kernel(query)(*streams, layout, self.softmax_scale)
+            return out.flatten(2).squeeze(0)
+        sequence, rows = query.shape[:2]
+        boundaries = None if attention_mask is None else _boundaries_of_rows(attention_mask)
+        layout = row_layout(rows, sequence, boundaries)
+        streams = [x.transpose(0, 1) for x in (query, key, value)]
+        out = select_kernel(query)(*streams, layout, self.softmax_scale)
+        return out.flatten(2).transpose(0, 1)
+
+
+def _layout_of_pack(params: PackedSeqParams, total_tokens: int) -> SegmentLayout:
+    real = _host_integers(params, "cu_seqlens_q")
+    if params.cu_seqlens_q_padded is None:
+        return packed_layout(real, real, total_tokens)
+    return packed_layout(real, _host_integers(params, "cu_seqlens_q_padded"), total_tokens)
+
+
+def _host_integers(params: PackedSeqParams, name: str) -> tuple[int, ...]:
+    """Boundaries as Python integers: the host copy where the parameters keep one, else a read."""
+    host = getattr(params, f"{name}_host", None)
+    return tuple(getattr(params, name).tolist()) if host is None else tuple(host)
+
+
+def _boundaries_of_rows(attention_mask: Tensor) -> tuple[int, ...]:
+    if attention_mask.dim() != 1 or attention_mask.dtype.is_floating_point:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} and {attention_mask.dtype}: "
+            "pass None or 1-D integer segment boundaries, never a mask matrix"
+        )
+    return tuple(attention_mask.tolist())
+
+
+def _check_supported(
+    config: TransformerConfig,
+    attn_mask_type: AttnMaskType,
+    attention_type: str,
+    dropout: float,
+    unused: dict[str, object],
+) -> None:
+    if attention_type != "self" or attn_mask_type not in _CAUSAL:
+        raise ConfigurationError(
+            f"core attention of type {attention_type!r} with mask {attn_mask_type}: only causal "
+            "self-attention is supported"
+        )
+    if dropout > 0:
+        raise ConfigurationError(
+            f"--attention-dropout {dropout} is not supported by this attention kernel, which "
+            "never forms the probabilities: set --attention-dropout 0"
+        )
+    if getattr(config, "window_size", None) is not None:
+        raise ConfigurationError(
+            f"--window-size {config.window_size} is not supported by this attention kernel: "
+            "leave it unset"
+        )
+    softmax_type = getattr(config, "softmax_type", "vanilla")
+    if softmax_type != "vanilla":
+        raise ConfigurationError(
+            f"--softmax-type {softmax_type} is not supported by this attention kernel: use vanilla"
+        )
+    if config.context_parallel_size > 1:
+        raise ConfigurationError(
+            f"--context-parallel-size {config.context_parallel_size} is not supported by this "
+            "attention kernel: use 1"
+        )
+    for name, wanted in unused.items():
+        if wanted not in (None, False):
+            raise ConfigurationError(
+                f"core attention argument {name}={wanted!r} is not supported by this kernel"
+            )

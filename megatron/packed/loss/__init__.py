@@ -1,0 +1,1 @@
+"""Token losses: exact over tensor-parallel ranks, normalised once and globally."""

@@ -1,0 +1,64 @@
+"""Functions of megatron-core that are replaced at run time, each with its reason.
+
+megatron-core is used unmodified from PyPI; where a function is not reachable by subclassing, one
+entry here replaces it. `install` fails loudly when a name is gone, so that a new version of
+megatron-core can't silently bring the old behaviour back.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.packed.model.rotary import apply_rotary_pos_emb
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced function.
+
+    Attributes:
+        module: Module of megatron-core whose name is bound anew.
+        name: The function's name there.
+        replacement: What takes its place; calls it doesn't mean go to the original.
+        reason: Why subclassing does not do.
+        versions: Versions of megatron-core in which this was checked.
+    """
+
+    module: str
+    name: str
+    replacement: Callable
+    reason: str
+    versions: str
+
+
+PATCHES = (
+    Patch(
+        module="megatron.core.transformer.attention",
+        name="apply_rotary_pos_emb",
+        replacement=apply_rotary_pos_emb,
+        reason=(
+            "Attention.forward calls it by its module-level name. Upstream's derives positions "
+            "from boundaries and row order; ours takes those of the batch, and passes upstream's "
+            "own frequency layout on to upstream's function."
+        ),
+        versions="0.16.1",
+    ),
+)
+
+
+def install() -> None:
+    """Apply every patch; a second call changes nothing.
+
+    Raises:
+        ImportError: If a patched name does not exist in the installed megatron-core.
+    """
+    for patch in PATCHES:
+        module = importlib.import_module(patch.module)
+        if not hasattr(module, patch.name):
+            raise ImportError(
+                f"{patch.module} has no {patch.name}: this megatron-core is newer than the "
+                f"versions checked ({patch.versions}); install one of those"
+            )
+        setattr(module, patch.name, patch.replacement)

@@ -1,0 +1,166 @@
+"""Rotary position embedding whose positions come from the batch, for packs and rows alike.
+
+megatron-core's embedding guesses positions from the layout: it counts 0, 1, 2, ... over a row, and
+in a pack it restarts at each padded boundary unless the pack happens to be as long as its longest
+segment. Here the model hands over position ids; the embedding turns them into one plain tensor of
+cosines and sines, once per micro-batch, and all layers share it. It is a plain tensor because
+activation recomputation saves it among its inputs.
+
+Source: RoFormer (https://arxiv.org/abs/2104.09864);
+``megatron/core/models/common/embeddings/rope_utils.py`` (0.16.1) for the numerics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import (
+    apply_rotary_pos_emb as upstream_apply_rotary_pos_emb,
+)
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+
+class PositionIndexedRotaryEmbedding(RotaryEmbedding):
+    """Drop-in for `RotaryEmbedding` inside a GPT model; constructor arguments are upstream's.
+
+    The model's forward runs inside :meth:`positions`::
+
+        with self.rotary_pos_emb.positions(position_ids):
+            return super().forward(...)
+
+    Frequencies (base, percent, interpolation, Llama-3 scaling) are upstream's own.
+    """
+
+    _position_ids: Tensor | None = None
+
+    @contextmanager
+    def positions(self, position_ids: Tensor) -> Iterator[None]:
+        """Set the position ids of the micro-batch for the forward passes inside.
+
+        Args:
+            position_ids: ``[B, S]`` or ``[1, T]``, any integer dtype; each token's position in
+                its own document. Values at padding slots do not matter.
+        """
+        if position_ids.dim() != 2:
+            raise ValueError(
+                f"position ids of shape {tuple(position_ids.shape)}: [rows, tokens] is needed"
+            )
+        previous, self._position_ids = self._position_ids, position_ids
+        try:
+            yield
+        finally:
+            self._position_ids = previous
+
+    def get_rotary_seq_len(self, *args: object, **kwargs: object) -> int:
+        """Number of token slots; positions themselves come from the batch."""
+        return self._positions_or_error().shape[1]
+
+    def forward(
+        self, max_seq_len: int = 0, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> Tensor:
+        """Cosines and sines at the current position ids.
+
+        Args:
+            max_seq_len: Ignored, as are the other arguments of upstream's signature.
+            offset: Ignored.
+            packed_seq: Ignored: packs and rows are treated alike.
+            cp_group: Ignored: position ids are those of the tokens this rank holds.
+
+        Returns:
+            ``[S, B, 2, rotary_dim / 2]`` fp32: cosines, then sines. One frequency serves two
+            channels, so half the rotary width is stored.
+        """
+        position_ids = self._positions_or_error()
+        if self.inv_freq.device != position_ids.device:
+            self.inv_freq = self.inv_freq.to(position_ids.device)
+        positions = position_ids.t().to(self.inv_freq.dtype)
+        if self.seq_len_interpolation_factor is not None:
+            positions = positions * (1 / self.seq_len_interpolation_factor)
+        angles = positions.unsqueeze(-1) * self.inv_freq
+        return torch.stack((angles.cos(), angles.sin()), dim=2)
+
+    def _positions_or_error(self) -> Tensor:
+        if self._position_ids is None:
+            raise RuntimeError(
+                "rotary embedding without position ids: run the model's forward inside "
+                "rotary_pos_emb.positions(position_ids)"
+            )
+        return self._position_ids
+
+
+def apply_rotary_pos_emb(
+    t: Tensor,
+    freqs: Tensor,
+    config,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group=None,
+) -> Tensor:
+    """Rotate queries or keys; takes the place of megatron-core's function of this name.
+
+    Args:
+        t: ``[S, B, heads, d]`` or ``[T, heads, d]``.
+        freqs: What :class:`PositionIndexedRotaryEmbedding` returns, ``[S, B, 2, r/2]`` (``B`` may
+            be 1 for all rows; ``[T, 1, 2, r/2]`` for a pack). Any other layout, which has size 1
+            in dimension 2, goes to megatron-core's function unchanged.
+        config: Transformer configuration; ``rotary_interleaved`` is read.
+        cu_seqlens: Not needed here: every token has its own position.
+        mscale: Factor of cosines and sines (YaRN's concentration).
+        cp_group: Not needed here.
+
+    Returns:
+        Rotated tensor like ``t``, contiguous; channels from ``r`` on are passed through.
+    """
+    if freqs.dim() != 4 or freqs.shape[2] != 2:
+        return upstream_apply_rotary_pos_emb(
+            t, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=cp_group
+        )
+    tokens = freqs.shape[0] * (freqs.shape[1] if t.dim() == 3 else 1)
+    if t.shape[0] != tokens or 2 * freqs.shape[3] > t.shape[-1]:
+        raise ValueError(
+            f"rotary embedding {tuple(freqs.shape)} does not fit queries or keys "
+            f"{tuple(t.shape)}: position ids must cover exactly the tokens of the micro-batch"
+        )
+    if mscale != 1.0:
+        freqs = freqs * mscale
+    cos, sin = freqs.to(t.dtype).unbind(dim=2)
+    if t.dim() == 3:
+        cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
+    return _Rotate.apply(t, cos.unsqueeze(-2), sin.unsqueeze(-2), config.rotary_interleaved)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotation by +angle; its gradient is the rotation by -angle of the incoming gradient."""
+
+    @staticmethod
+    def forward(ctx, t, cos, sin, interleaved):
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(t, cos, sin, interleaved, inverse=False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, ctx.interleaved, inverse=True), None, None, None
+
+
+def _rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, inverse: bool) -> Tensor:
+    """One new tensor, four passes, no concatenation."""
+    half = cos.shape[-1]
+    out = torch.empty_like(t, memory_format=torch.contiguous_format)
+    (a, b), (out_a, out_b) = (_pairs(x, half, interleaved) for x in (t, out))
+    sign = -1 if inverse else 1
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
+    if 2 * half < t.shape[-1]:
+        out[..., 2 * half :] = t[..., 2 * half :]
+    return out
+
+
+def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    return x[..., :half], x[..., half : 2 * half]
