@@ -1,0 +1,1 @@
+"""Who holds which token of a pack, and how it is exchanged."""

@@ -1,0 +1,43 @@
+"""Rows and documents to packs: integers only, without torch.distributed.
+
+`PackedBatch` and `PackedSeqParamsWithValidTokens` need torch and megatron-core and load on first
+use, so that planning in a data-loader worker or a tool stays light.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.packed.packing.alignment import Alignment
+from megatron.packed.packing.boundaries import (
+    SegmentBoundaries,
+    boundaries_from_document_index,
+    generate_cu_seqlens_and_max_seqlen_batch,
+)
+from megatron.packed.packing.plan import PackPlan, PackStatistics, PackView, build_pack_plan
+
+if TYPE_CHECKING:
+    from megatron.packed.packing.batch import PackedBatch, PackedSeqParamsWithValidTokens
+
+__all__ = [
+    "Alignment",
+    "PackPlan",
+    "PackStatistics",
+    "PackView",
+    "PackedBatch",
+    "PackedSeqParamsWithValidTokens",
+    "SegmentBoundaries",
+    "boundaries_from_document_index",
+    "build_pack_plan",
+    "generate_cu_seqlens_and_max_seqlen_batch",
+]
+
+_TORCH_NAMES = ("PackedBatch", "PackedSeqParamsWithValidTokens")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _TORCH_NAMES:
+        from megatron.packed.packing import batch
+
+        return getattr(batch, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,487 @@
+"""PackPlan: boundaries found once, everything else a gather through them.
+
+```
+raw rows          a b c E d e E _          f g h i j E _ _        E: EOD, _: pad
+segments          [a b c E] [d e E]        [f g h i j E]
+cu_seqlens        0 4 7 13
+cu_seqlens_padded 0 4 8 16                                        segments aligned to 4
+tokens            a b c E d e E _ f g h i j E _ _
+labels (depth 0)  b c E . e E . . g h i j E . . .                 . : unsupervised
+```
+
+Targets: the target of depth k at a position is the token `1 + k` places on *in the same
+document*, if the data holds it; otherwise the position is unsupervised. `extents` says how many
+tokens of its document the data holds from a segment's start on: its length, plus the extra label
+token where the end of the row cuts the document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.packed.packing import checks
+from megatron.packed.packing.alignment import Alignment
+from megatron.packed.packing.boundaries import (
+    SegmentBoundaries,
+    check_row_lengths,
+    generate_cu_seqlens_and_max_seqlen_batch,
+)
+from megatron.packed.packing.native import core
+
+Int64 = NDArray[np.int64]
+Int32 = NDArray[np.int32]
+
+
+class Partition(Protocol):
+    """What a plan needs to know of a partition: the runs of positions that a rank holds."""
+
+    total_tokens: int
+
+    def runs(self, rank: int) -> tuple[Int64, Int64, int]:
+        """Ascending disjoint runs: starts `[r]`, counts `[r]`, step inside a run."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackView:
+    """Some positions of a pack, in a given order, and every gather over them.
+
+    Attributes:
+        plan: the plan the positions belong to.
+        pieces: int64 `[m, 4]`, see `reference.py`.
+        step: position step inside a piece.
+        num_tokens: T, or T / CP for one rank's share.
+    """
+
+    plan: PackPlan
+    pieces: Int64
+    step: int
+    num_tokens: int
+
+    @cached_property
+    def position_ids(self) -> Int64:
+        """Position in the segment, 0 in padding: int64 `[T]`."""
+        return core.position_ids(self.pieces, self.step, self.num_tokens)
+
+    @cached_property
+    def document_ids(self) -> Int32:
+        """Segment number in the pack, -1 in padding: int32 `[T]`."""
+        return core.document_ids(self.pieces, self.num_tokens)
+
+    @cached_property
+    def valid_mask(self) -> NDArray[np.bool_]:
+        """Tokens of a segment, as opposed to padding: bool `[T]`."""
+        return core.held_mask(self.plan.lengths, self.pieces, self.step, 0, self.num_tokens)
+
+    @property
+    def num_valid(self) -> int:
+        """Real tokens in this view."""
+        return int(self.pieces[:, 3].sum())
+
+    def loss_mask(self, depth: int = 0) -> NDArray[np.bool_]:
+        """Supervised positions of a depth (0 is the main loss): bool `[T]`."""
+        shift = 1 + checks.integer("depth", depth, 0)
+        return core.held_mask(self.plan.extents, self.pieces, self.step, shift, self.num_tokens)
+
+    def gather_tokens(self, rows: Any, *, fill: int | None = None) -> Int64:
+        """Gather input tokens: int64 `[T]`.
+
+        Args:
+            rows: the raw rows the plan was built from, `[B, S]` or with the extra label token
+                `[B, S + 1]`; for whole-document plans the flat token buffer.
+            fill: token of padding positions; the pad id, or 0 where that is negative.
+
+        Raises:
+            ValueError: for rows of another shape than the plan's.
+        """
+        if fill is None:
+            fill = max(self.plan.pad_id, 0)
+        return self._gather(rows, 0, fill)
+
+    def gather_labels(self, rows: Any, depth: int = 0, *, fill: int = 0) -> Int64:
+        """Gather the targets of a depth, `fill` where unsupervised: int64 `[T]`.
+
+        Args:
+            rows: as in `gather_tokens`. The extra label token is taken from the plan when the
+                rows don't hold it.
+            depth: 0 for the main loss, k for the k-th multi-token prediction depth.
+            fill: label of unsupervised positions.
+        """
+        return self._gather(rows, 1 + checks.integer("depth", depth, 0), fill)
+
+    def _gather(self, rows: Any, shift: int, fill: int) -> Int64:
+        plan = self.plan
+        source = plan.check_source(rows)
+        extra = plan.extra_token if source.shape[1] == plan.row_width else None
+        return core.gather(
+            source,
+            extra,
+            plan.rows,
+            plan.offsets,
+            plan.extents,
+            self.pieces,
+            self.step,
+            shift,
+            self.num_tokens,
+            fill,
+        )
+
+
+@dataclass(frozen=True)
+class PackStatistics:
+    """Counts of one pack, for logs and FLOP accounting.
+
+    Attributes:
+        num_segments: segments that hold at least one token.
+        real_tokens: tokens of segments.
+        padded_tokens: alignment and capacity padding.
+        supervised_tokens: positions with a depth-0 target.
+        sum_squared_lengths: sum of squared real lengths; causal attention costs half of it.
+    """
+
+    num_segments: int
+    real_tokens: int
+    padded_tokens: int
+    supervised_tokens: int
+    sum_squared_lengths: int
+
+
+@dataclass(frozen=True, eq=False)
+class PackPlan:
+    """All boundaries of one pack: plain integers, made on the host, without torch.
+
+    Attributes:
+        rows: int64 `[n]`, source row of each segment.
+        offsets: int64 `[n]`, first column of each segment in its row.
+        lengths: int64 `[n]`, real tokens of each segment.
+        extents: int64 `[n]`, tokens of the document that the data holds from there on.
+        cu_seqlens: int32 `[n + 1]`, real boundaries.
+        cu_seqlens_padded: int32 `[n + 1]`, aligned boundaries; the last is `total_tokens`. The
+            same object as `cu_seqlens` when nothing is padded.
+        total_tokens: T, length of the padded pack.
+        max_seqlen: longest real segment.
+        max_seqlen_padded: longest padded segment.
+        valid_tokens_per_row: int64 `[B]`.
+        row_width: S, columns of a source row without the extra label token.
+        pad_id: token written into padding.
+        extra_token: int64 `[B]` or None.
+        alignment: the multiples the layout obeys.
+
+    A pack without a single real token still has a shape: one empty segment over the padding.
+    """
+
+    rows: Int64
+    offsets: Int64
+    lengths: Int64
+    extents: Int64
+    cu_seqlens: Int32
+    cu_seqlens_padded: Int32
+    total_tokens: int
+    max_seqlen: int
+    max_seqlen_padded: int
+    valid_tokens_per_row: Int64
+    row_width: int
+    pad_id: int
+    extra_token: Int64 | None = None
+    alignment: Alignment = field(default_factory=Alignment)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments in `cu_seqlens`, empty ones included."""
+        return len(self.lengths)
+
+    @cached_property
+    def full(self) -> PackView:
+        """The whole pack as a view."""
+        piece = np.empty((len(self.lengths), 4), dtype=np.int64)
+        piece[:, 0] = self.cu_seqlens_padded[:-1]
+        piece[:, 1] = np.arange(len(self.lengths))
+        piece[:, 2] = 0
+        piece[:, 3] = self.lengths
+        return PackView(plan=self, pieces=piece, step=1, num_tokens=self.total_tokens)
+
+    @property
+    def position_ids(self) -> Int64:
+        """Position in the segment, 0 in padding: int64 `[T]`."""
+        return self.full.position_ids
+
+    @property
+    def document_ids(self) -> Int32:
+        """Segment number in the pack, -1 in padding: int32 `[T]`."""
+        return self.full.document_ids
+
+    @property
+    def valid_mask(self) -> NDArray[np.bool_]:
+        """Tokens of a segment, as opposed to padding: bool `[T]`."""
+        return self.full.valid_mask
+
+    def loss_mask(self, depth: int = 0) -> NDArray[np.bool_]:
+        """Supervised positions of a depth: bool `[T]`. See `PackView.loss_mask`."""
+        return self.full.loss_mask(depth)
+
+    def gather_tokens(self, rows: Any, *, fill: int | None = None) -> Int64:
+        """Input tokens of the pack: int64 `[T]`. See `PackView.gather_tokens`."""
+        return self.full.gather_tokens(rows, fill=fill)
+
+    def gather_labels(self, rows: Any, depth: int = 0, *, fill: int = 0) -> Int64:
+        """Targets of a depth: int64 `[T]`. See `PackView.gather_labels`."""
+        return self.full.gather_labels(rows, depth, fill=fill)
+
+    def local(self, partition: Partition, rank: int) -> PackView:
+        """One context-parallel rank's share, gathered straight from the raw rows.
+
+        Args:
+            partition: a `megatron.packed.context_parallel.Partition` of this pack.
+            rank: context-parallel rank.
+
+        Raises:
+            ValueError: for a partition of another number of tokens.
+        """
+        if partition.total_tokens != self.total_tokens:
+            raise ValueError(
+                f"partition: made for {partition.total_tokens} tokens, the pack has "
+                f"{self.total_tokens}"
+            )
+        starts, counts, step = partition.runs(rank)
+        piece = core.pieces(self.lengths, self.cu_seqlens_padded, starts, counts, step)
+        return PackView(plan=self, pieces=piece, step=step, num_tokens=int(counts.sum()))
+
+    def supervised_tokens(self, depth: int = 0) -> int:
+        """Positions with a target of this depth."""
+        shift = 1 + checks.integer("depth", depth, 0)
+        return int(np.clip(self.extents - shift, 0, self.lengths).sum())
+
+    @cached_property
+    def statistics(self) -> PackStatistics:
+        """Counts of this pack."""
+        real = int(self.cu_seqlens[-1])
+        return PackStatistics(
+            num_segments=int(np.count_nonzero(self.lengths)),
+            real_tokens=real,
+            padded_tokens=self.total_tokens - real,
+            supervised_tokens=self.supervised_tokens(),
+            sum_squared_lengths=int(np.dot(self.lengths, self.lengths)),
+        )
+
+    def check_source(self, rows: Any) -> Int64:
+        """Return `rows` as int64 `[B, S]` or `[B, S + 1]`, refusing any other shape."""
+        array = np.asarray(rows)
+        source = checks.integer_array("rows", array[None] if array.ndim == 1 else array, 2)
+        num_rows = len(self.valid_tokens_per_row)
+        if source.shape[0] != num_rows or source.shape[1] not in (
+            self.row_width,
+            self.row_width + 1,
+        ):
+            raise ValueError(
+                f"rows: shape {source.shape}, but the plan was made for {num_rows} row(s) of "
+                f"{self.row_width} tokens, or one more with the extra label token"
+            )
+        return source
+
+    @classmethod
+    def from_documents(
+        cls,
+        lengths: Any,
+        pad_id: int,
+        *,
+        lookahead: Any = None,
+        alignment: Alignment | int = 1,
+        capacity: int | None = None,
+    ) -> PackPlan:
+        """Plan a pack of given documents, or pieces of them, stored end to end.
+
+        Args:
+            lengths: integers `[n]`, tokens of each document; 0 is legal.
+            pad_id: token written into padding.
+            lookahead: integers `[n]`, tokens stored right after each piece that continue its
+                document (1 for all but the last piece of a split one); they serve as targets
+                and are no inputs. None for whole documents.
+            alignment: see `build_pack_plan`.
+            capacity: see `build_pack_plan`.
+
+        Raises:
+            ValueError: for negative lengths or a pack over capacity or over 2**31 - 1 tokens.
+        """
+        size = np.ascontiguousarray(checks.integer_array("lengths", lengths, 1))
+        if len(size) and size.min() < 0:
+            raise ValueError(f"lengths: must not be negative, got {size.min()}")
+        after = np.zeros_like(size)
+        if lookahead is not None:
+            after = checks.integer_array("lookahead", lookahead, 1)
+            if after.shape != size.shape or (len(after) and after.min() < 0):
+                raise ValueError(f"lookahead: needs {len(size)} values that are not negative")
+        if len(size) and max(int(size.max()), int(after.max())) > 2**31 - 1:
+            raise ValueError("lengths: one document exceeds 2**31 - 1 tokens")
+        extents = size + after
+        return _assemble(
+            rows=np.zeros_like(size),
+            offsets=np.cumsum(extents) - extents,
+            lengths=size,
+            extents=extents,
+            valid_tokens_per_row=np.array([size.sum()], dtype=np.int64),
+            row_width=int(extents.sum()),
+            pad_id=checks.integer("pad_id", pad_id),
+            extra_token=None,
+            alignment=alignment,
+            capacity=capacity,
+        )
+
+
+def build_pack_plan(
+    tokens: Any,
+    eod_id: int,
+    pad_id: int,
+    *,
+    extra_token: Any = None,
+    row_lengths: Any = None,
+    alignment: Alignment | int = 1,
+    capacity: int | None = None,
+    boundaries: SegmentBoundaries | None = None,
+    valid_tokens_per_row: Any = None,
+) -> PackPlan:
+    """Plan one pack from all rows of a micro-batch.
+
+    Args:
+        tokens: integers `[B, S]`, raw rows.
+        eod_id: end-of-document id.
+        pad_id: padding id; may equal `eod_id`.
+        extra_token: integers `[B]`, the token after each row, or None. It belongs to the
+            document of the row's last position unless that position closes it.
+        row_lengths: integers `[B]`, real ids among the `S + 1`; at most S means tail padding
+            and no extra token.
+        alignment: an `Alignment`, or a multiple for every segment.
+        capacity: pad the pack to this many tokens, for static shapes. The tail is padding.
+        boundaries: segments found otherwise, such as from the dataset's document index; then
+            token values decide nothing.
+        valid_tokens_per_row: integers `[B]`, counts the caller believes in; a difference is an
+            error, not something to train on.
+
+    Raises:
+        ValueError: for a wrong shape, dtype or size (named), for counts that disagree, for a
+            pack over its capacity or over 2**31 - 1 tokens.
+    """
+    source = checks.integer_array("tokens", tokens, 2)
+    num_rows, width = source.shape
+    eod_id = checks.integer("eod_id", eod_id)
+    pad_id = checks.integer("pad_id", pad_id)
+    real_ids = check_row_lengths(row_lengths, num_rows, width)
+    extra = None
+    if extra_token is not None:
+        extra = np.ascontiguousarray(checks.integer_array("extra_token", extra_token, 1))
+        if len(extra) != num_rows:
+            raise ValueError(f"extra_token: {len(extra)} values for {num_rows} rows")
+
+    by_value = boundaries is None
+    if boundaries is None:
+        boundaries = generate_cu_seqlens_and_max_seqlen_batch(
+            source, eod_id, pad_id, row_lengths=real_ids
+        )
+    elif boundaries.row_width != width or len(boundaries.valid_tokens_per_row) != num_rows:
+        raise ValueError(
+            f"boundaries: made for {len(boundaries.valid_tokens_per_row)} rows of "
+            f"{boundaries.row_width} tokens, got {num_rows} of {width}"
+        )
+    _check_counts(boundaries, valid_tokens_per_row)
+
+    extents = boundaries.lengths
+    if extra is not None:
+        held = np.ones(num_rows, dtype=bool)
+        if real_ids is not None:
+            held &= real_ids == width + 1
+        if by_value and pad_id != eod_id:
+            held &= extra != pad_id
+        reaches = boundaries.offsets + boundaries.lengths == width
+        extents = extents + (reaches & ~boundaries.closed & held[boundaries.rows])
+        if np.any(extra[held] < 0):
+            raise ValueError("extra_token: negative token id in a row that is not padded")
+    return _assemble(
+        rows=boundaries.rows,
+        offsets=boundaries.offsets,
+        lengths=boundaries.lengths,
+        extents=extents,
+        valid_tokens_per_row=boundaries.valid_tokens_per_row,
+        row_width=width,
+        pad_id=pad_id,
+        extra_token=extra,
+        alignment=alignment,
+        capacity=capacity,
+    )
+
+
+def _check_counts(boundaries: SegmentBoundaries, expected: Any) -> None:
+    """Compare per-row counts: segments against the scan, the scan against the caller."""
+    counts = boundaries.valid_tokens_per_row
+    found = np.bincount(boundaries.rows, boundaries.lengths, len(counts)).astype(np.int64)
+    stated = counts if expected is None else checks.integer_array("valid_tokens_per_row", expected, 1)
+    if stated.shape != counts.shape:
+        raise ValueError(f"valid_tokens_per_row: {len(stated)} values for {len(counts)} rows")
+    for claim in (counts, stated):
+        if not np.array_equal(claim, found):
+            row = int(np.argmax(claim != found))
+            raise ValueError(
+                f"valid_tokens_per_row: row {row} claims {claim[row]} valid tokens, its segments "
+                f"hold {found[row]}"
+            )
+
+
+def _assemble(
+    *,
+    rows: Int64,
+    offsets: Int64,
+    lengths: Int64,
+    extents: Int64,
+    valid_tokens_per_row: Int64,
+    row_width: int,
+    pad_id: int,
+    extra_token: Int64 | None,
+    alignment: Alignment | int,
+    capacity: int | None,
+) -> PackPlan:
+    """Lay the segments out and close the pack with its tail padding."""
+    if not isinstance(alignment, Alignment):
+        alignment = Alignment(segment=checks.integer("alignment", alignment, 1))
+    if len(lengths) == 0:
+        rows = offsets = lengths = extents = np.zeros(1, dtype=np.int64)
+    cu_seqlens, cu_padded = core.layout(lengths, alignment.segment)
+    aligned = int(cu_padded[-1])
+    multiple = alignment.pack_multiple
+    total = max(aligned + (-aligned) % multiple, multiple)
+    if capacity is not None:
+        capacity = checks.integer("capacity", capacity, 1)
+        if capacity % multiple:
+            raise ValueError(
+                f"capacity: {capacity} is no multiple of {multiple}, which the layout needs; "
+                f"use {capacity + (-capacity) % multiple}"
+            )
+        if total > capacity:
+            raise ValueError(
+                f"capacity: the pack needs {total} tokens and the capacity is {capacity}; raise "
+                "--packed-sequence-capacity or lower --micro-batch-size"
+            )
+        total = capacity
+    if total > 2**31 - 1:
+        raise ValueError(f"tokens: a pack of {total} tokens exceeds 2**31 - 1")
+    if total != aligned:
+        cu_padded[-1] = total
+    if np.array_equal(cu_padded, cu_seqlens):
+        cu_padded = cu_seqlens
+    return PackPlan(
+        rows=rows,
+        offsets=offsets,
+        lengths=lengths,
+        extents=extents,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_padded=cu_padded,
+        total_tokens=total,
+        max_seqlen=int(lengths.max()),
+        max_seqlen_padded=int(np.diff(cu_padded).max()),
+        valid_tokens_per_row=valid_tokens_per_row,
+        row_width=row_width,
+        pad_id=pad_id,
+        extra_token=extra_token,
+        alignment=alignment,
+    )

@@ -1,0 +1,203 @@
+"""Numpy definition of every integer routine of this room.
+
+`megatron.packed._C` offers the same functions, with the same arguments and results, in C++.
+This file is the oracle that the C++ is tested against and the fallback where it isn't built;
+read it to learn what a routine means.
+
+Shape legend: B rows, S row length, n segments, m pieces, T output tokens.
+
+A *piece* is a part of a segment that lies contiguously in some output:
+`(destination, segment, first_position, count)`, one row of an int64 array `[m, 4]`. Output index
+`destination + i` holds position `first_position + i * step` of the segment. Everything that no
+piece covers is padding. One list of pieces drives tokens, labels, masks, positions and ids.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+Int32 = NDArray[np.int32]
+
+INT32_MAX = 2**31 - 1
+
+
+def scan(
+    tokens: Int64, eod_id: int, pad_id: int, row_lengths: Int64 | None
+) -> tuple[Int64, Int64, Int64, NDArray[np.bool_], Int64]:
+    """Find the segments of `[B, S]` rows.
+
+    Args:
+        tokens: int64 `[B, S]`.
+        eod_id: closes a segment and belongs to it.
+        pad_id: forms no segment and breaks the one it interrupts; may equal `eod_id`.
+        row_lengths: int64 `[B]`, tokens of each row that are not tail padding, or None.
+
+    Returns:
+        rows `[n]`, offsets in the row `[n]`, lengths `[n]`, "closed by EOD" `[n]`, valid tokens
+        of each row `[B]`.
+    """
+    num_rows, width = tokens.shape
+    is_eod = tokens == eod_id
+    if pad_id != eod_id:
+        real = tokens != pad_id
+    elif row_lengths is None:
+        # One id for both: it is an EOD where it closes an open segment and padding elsewhere.
+        real = ~is_eod
+        real[:, 1:] |= ~is_eod[:, :-1]
+    else:
+        real = np.ones(tokens.shape, dtype=bool)
+    if row_lengths is not None:
+        real &= np.arange(width) < row_lengths[:, None]
+    if np.any(real & (tokens < 0)):
+        raise ValueError("tokens: negative token id in a position that is not padding")
+
+    closes = real & is_eod
+    begins = real.copy()
+    begins[:, 1:] &= ~real[:, :-1] | closes[:, :-1]
+    ends = real.copy()
+    ends[:, :-1] &= ~real[:, 1:] | closes[:, :-1]
+
+    first = np.flatnonzero(begins)
+    last = np.flatnonzero(ends)
+    rows = first // max(width, 1)
+    return (
+        rows.astype(np.int64),
+        (first - rows * width).astype(np.int64),
+        (last - first + 1).astype(np.int64),
+        closes.reshape(-1)[last],
+        real.sum(axis=1, dtype=np.int64),
+    )
+
+
+def layout(lengths: Int64, segment_multiple: int) -> tuple[Int32, Int32]:
+    """Real and aligned boundaries of segments laid end to end: two int32 `[n + 1]`."""
+    real = np.zeros(len(lengths) + 1, dtype=np.int64)
+    padded = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=real[1:])
+    np.cumsum(lengths + (-lengths) % segment_multiple, out=padded[1:])
+    if padded[-1] > INT32_MAX:
+        raise ValueError(f"lengths: {padded[-1]} tokens in one pack exceed 2**31 - 1")
+    return real.astype(np.int32), padded.astype(np.int32)
+
+
+def pieces(
+    lengths: Int64, cu_seqlens_padded: Int32, starts: Int64, counts: Int64, step: int
+) -> Int64:
+    """Cut runs of global positions at segment ends and at the start of padding.
+
+    Args:
+        lengths: int64 `[n]`, real tokens of each segment.
+        cu_seqlens_padded: int32 `[n + 1]`.
+        starts: int64 `[r]`, first global position of each run, runs ascending and disjoint.
+        counts: int64 `[r]`, tokens in each run.
+        step: distance between neighbouring positions of a run.
+
+    Returns:
+        pieces, int64 `[m, 4]`, in output order.
+    """
+    total = int(counts.sum())
+    empty = np.zeros((0, 4), dtype=np.int64)
+    if total == 0 or len(lengths) == 0:
+        return empty
+    destination = np.arange(total, dtype=np.int64)
+    run_begin = np.cumsum(counts) - counts
+    position = np.repeat(starts, counts) + (destination - np.repeat(run_begin, counts)) * step
+    padded = cu_seqlens_padded.astype(np.int64)
+    segment = np.searchsorted(padded, position, side="right") - 1
+    segment = np.minimum(segment, len(lengths) - 1)
+    inside = position - padded[segment]
+    real = inside < lengths[segment]
+    destination, segment, inside = destination[real], segment[real], inside[real]
+    if len(destination) == 0:
+        return empty
+    new = np.ones(len(destination), dtype=bool)
+    new[1:] = (
+        (segment[1:] != segment[:-1])
+        | (inside[1:] != inside[:-1] + step)
+        | (destination[1:] != destination[:-1] + 1)
+    )
+    first = np.flatnonzero(new)
+    size = np.diff(np.append(first, len(destination)))
+    return np.stack([destination[first], segment[first], inside[first], size], axis=1)
+
+
+def _expand(piece: Int64, step: int) -> tuple[Int64, Int64, Int64]:
+    """Destination, segment and position in the segment of every real output token."""
+    count = piece[:, 3]
+    local = np.arange(int(count.sum()), dtype=np.int64) - np.repeat(np.cumsum(count) - count, count)
+    return (
+        np.repeat(piece[:, 0], count) + local,
+        np.repeat(piece[:, 1], count),
+        np.repeat(piece[:, 2], count) + local * step,
+    )
+
+
+def gather(
+    source: Int64,
+    extra: Int64 | None,
+    rows: Int64,
+    offsets: Int64,
+    extents: Int64,
+    piece: Int64,
+    step: int,
+    shift: int,
+    size: int,
+    fill: int,
+) -> Int64:
+    """Gather the token `shift` places after each position of its own segment.
+
+    Args:
+        source: int64 `[B, W]` raw rows.
+        extra: int64 `[B]`, the token after column `W - 1`, or None.
+        rows: int64 `[n]`, source row of each segment.
+        offsets: int64 `[n]`, first column of each segment.
+        extents: int64 `[n]`, tokens that the data holds from the segment's start on.
+        piece: int64 `[m, 4]`.
+        step: position step inside a piece.
+        shift: 0 for the tokens themselves, `1 + k` for targets of depth k.
+        size: output length T.
+        fill: value where the segment has no such token, and in padding.
+
+    Returns:
+        int64 `[T]`.
+    """
+    out = np.full(size, fill, dtype=np.int64)
+    destination, segment, position = _expand(piece, step)
+    held = position + shift < extents[segment]
+    destination, segment, position = destination[held], segment[held], position[held]
+    column = offsets[segment] + position + shift
+    row = rows[segment]
+    if extra is None:
+        out[destination] = source[row, column]
+    else:
+        beyond = column == source.shape[1]
+        out[destination] = np.where(
+            beyond, extra[row], source[row, np.where(beyond, 0, column)]
+        )
+    return out
+
+
+def held_mask(extents: Int64, piece: Int64, step: int, shift: int, size: int) -> NDArray[np.bool_]:
+    """Positions whose segment holds the token `shift` places on: bool `[T]`."""
+    out = np.zeros(size, dtype=bool)
+    destination, segment, position = _expand(piece, step)
+    out[destination] = position + shift < extents[segment]
+    return out
+
+
+def position_ids(piece: Int64, step: int, size: int) -> Int64:
+    """Position of each token in its segment, 0 in padding: int64 `[T]`."""
+    out = np.zeros(size, dtype=np.int64)
+    destination, _, position = _expand(piece, step)
+    out[destination] = position
+    return out
+
+
+def document_ids(piece: Int64, size: int) -> Int32:
+    """Segment number of each token, -1 in padding: int32 `[T]`."""
+    out = np.full(size, -1, dtype=np.int32)
+    destination, segment, _ = _expand(piece, 1)
+    out[destination] = segment
+    return out
