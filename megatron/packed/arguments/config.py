@@ -24,6 +24,7 @@ from megatron.packed.errors import ConfigurationError
 COMMAND_LINE = "command line"
 ENVIRONMENT = "environment"
 DERIVED = "derived"
+REPLACED = "replaced"
 DEFAULT = "default"
 
 
@@ -52,8 +53,9 @@ class Config:
     in a validated config all of them hold a value.
 
     Attributes:
-        sources: Where the value of a field came from (`command line`, `environment`, `derived`),
-            by field name; absent means its default.
+        given: What the user and the launcher set, by field name, before anything is derived.
+        sources: Where the value of a field came from (`command line`, `environment`, `derived`,
+            `replaced`), by field name; absent means its default.
         replacements: What `validate` replaced by an equivalent, and why.
     """
 
@@ -67,6 +69,7 @@ class Config:
     logging: LoggingConfig
     kernels: KernelConfig
     runtime: RuntimeConfig
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     replacements: tuple[Replacement, ...] = field(default=(), compare=False, repr=False)
 
@@ -104,10 +107,10 @@ class Config:
         """
         from megatron.packed.arguments.validation import validate
 
-        kept = {d: s for d, s in self.sources.items() if s != DERIVED}
-        flat = {dest: self.get(dest) for dest in kept} | values
-        sources = kept | {dest: COMMAND_LINE for dest in values}
-        return validate(build_config(flat, sources))
+        given = {**self.given, **values}
+        sources = {dest: self.sources.get(dest, COMMAND_LINE) for dest in given}
+        known = self.runtime.accelerator if self.runtime.accelerator != "auto" else None
+        return validate(build_config(given, sources), accelerator=known)
 
     def get(self, dest: str) -> Any:
         """Return the value of a field by its name, whichever group it is in."""
@@ -115,7 +118,7 @@ class Config:
 
     def is_given(self, dest: str) -> bool:
         """Return whether the user or the launcher set a field."""
-        return self.sources.get(dest) not in (None, DERIVED)
+        return dest in self.given
 
     def with_values(self, values: Mapping[str, Any], source: str | None = None) -> Config:
         """Return a copy with some fields set, nothing derived or checked again.
@@ -220,4 +223,4 @@ def build_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> Confi
             "there is no default"
         )
     built = {name: cls(**groups[name]) for name, cls in config_groups().items()}
-    return Config(**built, sources=dict(sources))
+    return Config(**built, given=dict(values), sources=dict(sources))

@@ -118,7 +118,9 @@ class LoggingConfig:
         default=True,
         negative=True,
     )
-    log_world_size_to_tensorboard: bool = flag("Write the world size to TensorBoard.", default=False)
+    log_world_size_to_tensorboard: bool = flag(
+        "Write the world size to TensorBoard.", default=False
+    )
     wandb_project: str = flag("Weights & Biases project; empty logs nothing there.", default="")
     wandb_entity: str = flag("Weights & Biases entity.", default="")
     wandb_exp_name: str = flag("Weights & Biases run name.", default="")

@@ -24,7 +24,9 @@ class ModelConfig:
         at_least=1,
     )
     num_attention_heads: int = required("Number of attention heads.", at_least=1)
-    group_query_attention: bool = flag("Share keys and values among groups of heads.", default=False)
+    group_query_attention: bool = flag(
+        "Share keys and values among groups of heads.", default=False
+    )
     num_query_groups: int = derived(
         "1 with --group-query-attention, else one for each attention head",
         "Number of key/value heads with --group-query-attention.",

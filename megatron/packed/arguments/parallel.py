@@ -20,9 +20,7 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(
         "Stages that the layers are cut into.", default=1, at_least=1
     )
-    context_parallel_size: int = flag(
-        "Processes that share each sequence.", default=1, at_least=1
-    )
+    context_parallel_size: int = flag("Processes that share each sequence.", default=1, at_least=1)
     sequence_parallel: bool = flag(
         "Shard activations along the sequence between tensor-parallel regions.", default=False
     )

@@ -6,10 +6,9 @@ import dataclasses
 import os
 from typing import Any
 
-from megatron.packed.arguments.config import DERIVED, Config, Replacement, all_specs
+from megatron.packed.arguments.config import DERIVED, REPLACED, Config, Replacement, all_specs
 from megatron.packed.arguments.declare import KEEP
-from megatron.packed.arguments.rules import check_rules, check_values
-from megatron.packed.errors import ConfigurationError
+from megatron.packed.arguments.rules import check_hardware_rules, check_rules, check_values
 
 
 def validate(config: Config, *, accelerator: str | None = None) -> Config:
@@ -18,7 +17,7 @@ def validate(config: Config, *, accelerator: str | None = None) -> Config:
     Args:
         config: As parsed.
         accelerator: What `--accelerator auto` means on this machine (`cuda` or `cpu`), from a
-            caller that has looked. None leaves `auto`, and rules about hardware unchecked.
+            caller that has looked; None asks torch.
 
     Returns:
         A config whose derived fields hold values and whose `replacements` say what changed.
@@ -27,13 +26,18 @@ def validate(config: Config, *, accelerator: str | None = None) -> Config:
         ConfigurationError: With one message a broken rule: flag, value, rule, way out.
     """
     check_values(config)
-    if config.runtime.accelerator == "auto" and accelerator is not None:
-        config = config.with_values({"accelerator": accelerator}, DERIVED)
-    config = _derive(config)
-    config = _follow_upstream(config)
-    config = _replace(config)
-    check_rules(config)
-    return config
+    config = _follow_upstream(_derive(config))
+    check_rules(config)  # on what was asked, and before torch is imported
+    if config.runtime.accelerator == "auto":
+        config = config.with_values({"accelerator": accelerator or _detect_accelerator()}, DERIVED)
+    check_hardware_rules(config)
+    return _replace(config)
+
+
+def _detect_accelerator() -> str:
+    import torch  # here, since a bad flag shall be answered without waiting for it
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _derive(config: Config) -> Config:
@@ -109,23 +113,21 @@ def _substitute(config: Config, dest: str, value: Any, why: str, used: str | Non
     row = Replacement(spec.name, show(config.get(dest)), used or show(value), why)
     rows = config.replacements + ((row,) if config.is_given(dest) else ())
     config = dataclasses.replace(config, replacements=rows)
-    return config if value == KEEP else config.with_values({dest: value})
+    return config if value == KEEP else config.with_values({dest: value}, REPLACED)
 
 
 def _replace(config: Config) -> Config:
+    """Swap what this hardware answers by an exact equivalent, listing what the user asked for."""
     for dest, spec in all_specs().items():
         replaced = spec.replaced
         if replaced is None or config.runtime.accelerator not in replaced.accelerators:
             continue
-        asked_for_more = config.is_given(dest) and not (
-            spec.negative or config.get(dest) == replaced.value
-        )
-        if replaced.value == KEEP and not asked_for_more:
-            continue
-        if asked_for_more:
+        value = config.get(dest)
+        turned_off = spec.value_type is bool and not value
+        if config.is_given(dest) and value != replaced.value and not turned_off:
             config = _substitute(config, dest, replaced.value, replaced.why, replaced.used)
-        else:
-            config = config.with_values({dest: replaced.value})
+        elif replaced.value not in (KEEP, value):
+            config = config.with_values({dest: replaced.value}, REPLACED)
     return config
 
 
@@ -136,6 +138,3 @@ def show(value: Any) -> str:
     if isinstance(value, tuple):
         return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-__all__ = ["ConfigurationError", "show", "validate"]
