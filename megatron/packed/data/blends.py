@@ -1,0 +1,169 @@
+"""Which corpora feed which split, read from the flags."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.packed.errors import ConfigurationError
+
+SPLIT_NAMES = ("train", "valid", "test")
+DEFAULT_SPLIT = "969,30,1"
+
+
+class CorpusOptions(Protocol):
+    """The flags that name corpora; `config.data` has them."""
+
+    data_path: tuple[str, ...] | None
+    split: str | None
+    train_data_path: tuple[str, ...] | None
+    valid_data_path: tuple[str, ...] | None
+    test_data_path: tuple[str, ...] | None
+    mock_data: bool
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Corpora to mix.
+
+    Attributes:
+        flag: where they were named, for messages.
+        prefixes: paths without .bin/.idx.
+        weights: shares to draw, one a prefix; None draws each corpus once.
+    """
+
+    flag: str
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether megatron-core goes over the corpora as often as the run needs."""
+        return self.weights is not None or len(self.prefixes) == 1
+
+    def as_core(self) -> tuple[list[str], list[float] | None]:
+        """In megatron-core's form."""
+        return list(self.prefixes), list(self.weights) if self.weights is not None else None
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """Corpora of a run: one blend that `split` cuts, or a blend for each split.
+
+    Attributes:
+        blend: the blend that all splits are cut from, or None.
+        split: proportions of training, validation and test; None with `per_split`.
+        per_split: blends of training, validation and test, or None.
+    """
+
+    blend: Blend | None
+    split: str | None
+    per_split: tuple[Blend | None, Blend | None, Blend | None] | None
+
+    def blends(self) -> list[Blend]:
+        """All blends there are."""
+        return [b for b in (self.blend, *(self.per_split or ())) if b is not None]
+
+
+def resolve_corpora(options: CorpusOptions) -> Corpora | None:
+    """Read the flags.
+
+    Args:
+        options: corpus flags, such as `config.data`.
+
+    Returns:
+        The corpora; None with `--mock-data`.
+
+    Raises:
+        ConfigurationError: if flags are missing, malformed or exclude each other.
+    """
+    per_split_values = (options.train_data_path, options.valid_data_path, options.test_data_path)
+    if options.mock_data:
+        if options.data_path or any(per_split_values):
+            raise ConfigurationError(
+                "--mock-data generates its corpus and excludes --data-path, --train-data-path, "
+                "--valid-data-path and --test-data-path; drop one of them"
+            )
+        return None
+    if options.data_path and any(per_split_values):
+        raise ConfigurationError(
+            "--data-path excludes --train-data-path, --valid-data-path and --test-data-path; "
+            "give either one blend with --split, or a blend for each split"
+        )
+    if options.data_path:
+        split = options.split or DEFAULT_SPLIT
+        check_split_string(split)
+        return Corpora(parse_blend("--data-path", options.data_path), split, None)
+    if not options.train_data_path:
+        raise ConfigurationError(
+            "no training corpus: give --data-path (or --train-data-path), or --mock-data"
+        )
+    train, valid, test = (
+        parse_blend(f"--{name}-data-path", values) if values else None
+        for name, values in zip(SPLIT_NAMES, per_split_values, strict=True)
+    )
+    return Corpora(None, None, (train, valid, test))
+
+
+def parse_blend(flag: str, values: tuple[str, ...] | list[str]) -> Blend:
+    """Read `weight prefix weight prefix ...` or `prefix prefix ...`.
+
+    Args:
+        flag: the flag the values belong to.
+        values: its words.
+
+    Returns:
+        The blend.
+
+    Raises:
+        ConfigurationError: if weights and prefixes don't alternate, or a weight is not positive.
+
+    Source: megatron/core/datasets/utils.py, `get_blend_from_list`
+    """
+    words = [word.strip() for word in values]
+    shown = " ".join(words)
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers) or len(words) == 1:
+        return Blend(flag, tuple(words), None)
+    weights, prefixes = numbers[::2], words[1::2]
+    if len(words) % 2 or any(w is None for w in weights):
+        raise ConfigurationError(
+            f"{flag} {shown}: weights and prefixes must alternate, as in 0.3 corpus_a 0.7 corpus_b "
+            "(or give prefixes alone; a prefix that looks like a number can be written ./7)"
+        )
+    for weight in weights:
+        if weight is None or not 0 < weight < float("inf"):
+            raise ConfigurationError(
+                f"{flag} {shown}: weight {weight} must be a positive number; "
+                "drop a corpus that is not wanted"
+            )
+    return Blend(flag, tuple(prefixes), tuple(w for w in weights if w is not None))
+
+
+def check_split_string(split: str) -> None:
+    """Check `--split`.
+
+    Args:
+        split: such as "969,30,1".
+
+    Raises:
+        ConfigurationError: if it is not one to three proportions with a positive first one.
+    """
+    shares = [_number(word) for word in re.split(r"[,/\s]+", split.strip())]
+    if (
+        not 1 <= len(shares) <= 3
+        or any(share is None or not 0 <= share < float("inf") for share in shares)
+        or not shares[0]
+    ):
+        raise ConfigurationError(
+            f"--split {split}: give the proportions of training, validation and test, "
+            "none negative and the first above 0, as in 969,30,1"
+        )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

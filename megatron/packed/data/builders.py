@@ -1,0 +1,184 @@
+"""Datasets of a run: megatron-core's blended builder over row datasets."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+from megatron.packed.data.blends import SPLIT_NAMES, Corpora, resolve_corpora
+from megatron.packed.data.row_dataset import BlendedRowDataset, MockRowDataset, RowDataset
+from megatron.packed.data.validation import SampleCounts, check_cache_folder, validate_data
+from megatron.packed.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.packed.arguments import Config
+    from megatron.packed.data.tokenizers import PackedTokenizer
+
+Rows = RowDataset | MockRowDataset | BlendedRowDataset
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Row datasets of a run; None where a split has no share or no row is asked of it."""
+
+    train: Rows
+    valid: Rows | None
+    test: Rows | None
+
+    def __iter__(self) -> Iterator[Rows | None]:
+        return iter((self.train, self.valid, self.test))
+
+
+def build_datasets(
+    config: Config,
+    tokenizer: PackedTokenizer,
+    num_samples: SampleCounts,
+    is_built_on_rank: Callable[[], bool] = lambda: True,
+) -> Datasets:
+    """Check the corpora and build the row datasets; every rank calls it.
+
+    Rank 0 builds the index files while the others wait at a barrier, then the others map them.
+
+    Args:
+        config: the run; `data`, `packing` and `training` are read.
+        tokenizer: the run's tokenizer.
+        num_samples: rows the run asks of each split.
+        is_built_on_rank: whether this rank needs datasets. All do by default: metadata must be
+            the same on every rank, and a mapped file is cheaper than a broadcast.
+
+    Returns:
+        The datasets. With one corpus, or weights, a split repeats its documents until it has the
+        rows that are asked for; it may have a few more.
+
+    Raises:
+        ConfigurationError: if data flags are malformed.
+        DataError: if files, tokenizer and run don't fit.
+    """
+    corpora = resolve_corpora(config.data)
+    if corpora is not None:
+        validate_data(config, corpora, tokenizer, num_samples)
+    elif config.data.data_cache_path is not None:
+        check_cache_folder(config.data.data_cache_path, [])
+    _require_compiled_helpers()
+    core_config = _core_config(config, corpora, tokenizer)
+    _leave_out_unwanted_splits(core_config, num_samples)
+    builder = _RowDatasetBuilder(
+        MockRowDataset if corpora is None else RowDataset,
+        list(num_samples),
+        is_built_on_rank,
+        core_config,
+    )
+    with _quiet_core():
+        try:
+            built = builder.build()
+        except Exception as error:
+            # megatron-core wraps what went wrong with the cache folder in a bare Exception.
+            if isinstance(error.__cause__, OSError):
+                raise DataError(
+                    f"can't write index files ({error.__cause__}); "
+                    "give a folder with room and write access as --data-cache-path"
+                ) from error
+            raise
+    datasets = Datasets(*built)
+    _check_enough_rows(config, corpora, datasets, num_samples)
+    return datasets
+
+
+class _RowDatasetBuilder(BlendedMegatronDatasetBuilder):
+    @staticmethod
+    def build_generic_dataset(
+        cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
+    ) -> Any:
+        if cls is BlendedDataset:
+            cls = BlendedRowDataset
+        return BlendedMegatronDatasetBuilder.build_generic_dataset(
+            cls, is_built_on_rank, synchronize_ranks, *args
+        )
+
+
+def _core_config(
+    config: Config, corpora: Corpora | None, tokenizer: PackedTokenizer
+) -> GPTDatasetConfig:
+    blend, per_split = None, None
+    if corpora is not None:
+        blend = corpora.blend.as_core() if corpora.blend is not None else None
+        if corpora.per_split is not None:
+            per_split = [each.as_core() if each is not None else None for each in corpora.per_split]
+    return GPTDatasetConfig(
+        random_seed=config.training.seed,
+        sequence_length=config.data.seq_length,
+        blend=blend,
+        blend_per_split=per_split,
+        split=corpora.split if corpora is not None else None,
+        path_to_cache=config.data.data_cache_path,
+        mmap_bin_files=config.data.mmap_bin_files,
+        tokenizer=tokenizer,
+        # Masks and positions are made from raw rows, by packing or by BshdCollator.
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+
+
+def _leave_out_unwanted_splits(core_config: GPTDatasetConfig, counts: SampleCounts) -> None:
+    """A split of which no row is asked is not built: megatron-core would loop on an empty one."""
+    for place, wanted in enumerate(counts):
+        if wanted:
+            continue
+        if core_config.split_matrix is not None:
+            core_config.split_matrix[place] = None
+        if core_config.blend_per_split is not None:
+            core_config.blend_per_split[place] = None
+
+
+def _check_enough_rows(
+    config: Config, corpora: Corpora | None, datasets: Datasets, counts: SampleCounts
+) -> None:
+    if corpora is None or config.data.dataloader_type != "single":
+        return
+    blends = corpora.per_split or (corpora.blend,) * len(SPLIT_NAMES)
+    for name, blend, dataset, wanted in zip(SPLIT_NAMES, blends, datasets, counts, strict=True):
+        if blend is None or dataset is None or blend.repeats or len(dataset) >= wanted:
+            continue
+        raise DataError(
+            f"{blend.flag} {' '.join(blend.prefixes)}: corpora without weights are gone over once, "
+            f"which gives {len(dataset)} {name} rows, and the run asks for {wanted}; give weights "
+            "(0.5 corpus_a 0.5 corpus_b) to repeat them, or lower --train-iters, --eval-iters or "
+            "--global-batch-size"
+        )
+
+
+def _require_compiled_helpers() -> None:
+    try:
+        importlib.import_module("megatron.core.datasets.helpers_cpp")
+    except ImportError as error:
+        raise DataError(
+            f"megatron-core's compiled dataset helpers can't be loaded ({error}); install "
+            "megatron-core from a wheel for this Python: "
+            "pip install --force-reinstall --no-deps --only-binary :all: megatron-core"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_core() -> Iterator[None]:
+    """Keep out what megatron-core says about choices that are deliberate here."""
+    logger = logging.getLogger("megatron.core.datasets")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            # Pad may equal EOD: masks go by position.
+            warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
+            yield
+    finally:
+        logger.setLevel(level)

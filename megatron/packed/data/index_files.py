@@ -1,0 +1,182 @@
+"""What is in a `.bin/.idx` pair, read with distrust.
+
+megatron-core's reader asserts the magic number and trusts the rest; a pair cut short by a full
+disk then fails deep inside a data worker, or not at all.
+
+Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`
+"""
+
+from __future__ import annotations
+
+import difflib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from megatron.packed.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TOKEN_DTYPES = {
+    1: numpy.uint8,
+    2: numpy.int8,
+    3: numpy.int16,
+    4: numpy.int32,
+    5: numpy.int64,
+    8: numpy.uint16,
+}
+_FLOAT_CODES = {6: "float64", 7: "float32"}
+# Beyond these the last offset vouches for the rest; a start-up need not read gigabytes.
+_CHECKED_POINTERS = 1 << 24
+_REMEDY = "run tools/preprocess_data.py again"
+
+
+@dataclass(frozen=True)
+class IndexedCorpus:
+    """An inspected corpus.
+
+    Attributes:
+        prefix: path without .bin/.idx.
+        sequence_lengths: int32 `[sequences]`, tokens of each.
+        sequence_pointers: int64 `[sequences]`, byte offset of each in the .bin file.
+        tokens: the .bin file as a read-only map of token ids, `[all tokens]`.
+    """
+
+    prefix: str
+    sequence_lengths: numpy.ndarray
+    sequence_pointers: numpy.ndarray
+    tokens: numpy.ndarray
+
+    def locate(self, place: int) -> tuple[int, int]:
+        """Document and offset in it of the token at `place` of the .bin file."""
+        byte = place * self.tokens.itemsize
+        document = int(numpy.searchsorted(self.sequence_pointers, byte, side="right")) - 1
+        return document, place - int(self.sequence_pointers[document]) // self.tokens.itemsize
+
+
+def inspect_corpus(flag: str, prefix: str) -> IndexedCorpus:
+    """Open a corpus and check that both files are what they claim to be.
+
+    Args:
+        flag: the flag that named it, for messages.
+        prefix: path without .bin/.idx.
+
+    Returns:
+        The corpus, memory-mapped.
+
+    Raises:
+        DataError: if a file is missing, unreadable, empty, truncated or corrupt.
+    """
+    index_path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    _require_both_files(flag, prefix, index_path, bin_path)
+    try:
+        with open(index_path, "rb") as stream:
+            header = stream.read(_HEADER.size)
+        index_bytes, bin_bytes = index_path.stat().st_size, bin_path.stat().st_size
+        with open(bin_path, "rb"):
+            pass
+    except OSError as error:
+        raise DataError(
+            f"{flag} {prefix}: can't read {error.filename} ({error.strerror}); "
+            "give this user read access"
+        ) from error
+    where = f"{flag} {prefix}: {index_path}"
+    if index_bytes == 0:
+        raise DataError(f"{where} is empty; {_REMEDY}")
+    if len(header) < _HEADER.size:
+        raise DataError(
+            f"{where} is truncated: {index_bytes} bytes can't hold the {_HEADER.size}-byte "
+            f"header; {_REMEDY}"
+        )
+    magic, version, code, sequences, documents = _HEADER.unpack(header)
+    if magic != _MAGIC or version != 1:
+        raise DataError(
+            f"{where} is no index file: it starts with {magic!r}, version {version}, "
+            f"instead of {_MAGIC!r}, version 1; {_REMEDY}"
+        )
+    if code not in _TOKEN_DTYPES:
+        raise DataError(
+            f"{where} declares dtype {_FLOAT_CODES.get(code, f'code {code}')}; token ids must be "
+            f"integers; {_REMEDY}"
+        )
+    expected = _HEADER.size + sequences * (4 + 8) + documents * 8
+    # A multimodal index carries one more byte for each sequence.
+    if index_bytes not in (expected, expected + sequences):
+        raise DataError(
+            f"{where} is {'truncated' if index_bytes < expected else 'corrupt'}: its header "
+            f"claims {sequences} sequences and {documents} document boundaries, {expected} bytes, "
+            f"and it has {index_bytes}; {_REMEDY}"
+        )
+    if sequences == 0:
+        raise DataError(f"{where} holds no document; give --input a corpus with text and {_REMEDY}")
+    return _open_corpus(where, prefix, _TOKEN_DTYPES[code], sequences, documents, bin_bytes)
+
+
+def _open_corpus(
+    where: str, prefix: str, dtype: type, sequences: int, documents: int, bin_bytes: int
+) -> IndexedCorpus:
+    mapped = numpy.memmap(f"{prefix}.idx", mode="r", dtype=numpy.uint8)
+    cuts = numpy.cumsum([_HEADER.size, sequences * 4, sequences * 8, documents * 8])
+    lengths = mapped[cuts[0] : cuts[1]].view(numpy.int32)
+    pointers = mapped[cuts[1] : cuts[2]].view(numpy.int64)
+    boundaries = mapped[cuts[2] : cuts[3]].view(numpy.int64)
+    itemsize = numpy.dtype(dtype).itemsize
+    if int(lengths.min()) < 0:
+        raise DataError(f"{where} is corrupt: a document has {lengths.min()} tokens; {_REMEDY}")
+    if documents == 0 or boundaries[0] != 0 or boundaries[-1] != sequences:
+        raise DataError(
+            f"{where} is corrupt: its document boundaries must run from 0 to {sequences}; {_REMEDY}"
+        )
+    total = int(lengths.sum(dtype=numpy.int64))
+    total_bytes = total * itemsize
+    head = slice(0, _CHECKED_POINTERS)
+    steps = lengths[head].astype(numpy.int64) * itemsize
+    if (
+        int(pointers[-1]) + int(lengths[-1]) * itemsize != total_bytes
+        or (pointers[head] != numpy.cumsum(steps) - steps).any()
+    ):
+        raise DataError(
+            f"{where} is corrupt: its byte offsets don't follow from its lengths; {_REMEDY}"
+        )
+    if bin_bytes < total_bytes:
+        raise DataError(
+            f"{where} claims {total_bytes} bytes of tokens and {prefix}.bin has {bin_bytes}: "
+            f"the copy or the preprocessing broke off; copy it again or {_REMEDY}"
+        )
+    if total == 0:
+        raise DataError(f"{where} holds no token: all its documents are empty; {_REMEDY}")
+    tokens = numpy.memmap(f"{prefix}.bin", mode="r", dtype=dtype, shape=(total,))
+    return IndexedCorpus(prefix, lengths, pointers, tokens)
+
+
+def _require_both_files(flag: str, prefix: str, index_path: Path, bin_path: Path) -> None:
+    has_index, has_bin = index_path.is_file(), bin_path.is_file()
+    if has_index and has_bin:
+        return
+    if has_index or has_bin:
+        missing, there = (bin_path, index_path) if has_index else (index_path, bin_path)
+        raise DataError(
+            f"{flag} {prefix}: {missing} is missing beside {there}; a corpus needs both: "
+            f"copy it, or {_REMEDY}"
+        )
+    raise DataError(
+        f"{flag} {prefix}: no such corpus (neither {index_path.name} nor {bin_path.name} in "
+        f"{index_path.parent}); {_suggestion(prefix)}"
+    )
+
+
+def _suggestion(prefix: str) -> str:
+    for suffix in (".idx", ".bin"):
+        bare = prefix.removesuffix(suffix)
+        if bare != prefix and Path(f"{bare}.idx").is_file():
+            return f"give the prefix without {suffix}: {bare}"
+    folder = Path(prefix).parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    known = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
+    nearest = difflib.get_close_matches(str(Path(prefix)), known, n=1, cutoff=0.0)
+    if nearest:
+        return f"did you mean {nearest[0]}?"
+    return "that folder holds no corpus; make one with tools/preprocess_data.py"

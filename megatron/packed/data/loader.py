@@ -1,0 +1,112 @@
+"""Samples to batches, ahead of the step: worker processes on torch's DataLoader."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from megatron.packed.errors import DataError
+
+Batch = TypeVar("Batch")
+Collate = Callable[[list[dict[str, Any]]], Batch]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A DataError on its way out of a worker; raising it there would bury it in a traceback."""
+
+    message: str
+
+
+class _IndexedSamples(Dataset):
+    """Adds `index`, the sample's place in the dataset, and carries DataErrors as values."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any] | _Failure:
+        try:
+            return {**self.dataset[index], "index": index}
+        except DataError as error:
+            return _Failure(str(error))
+
+
+class _GuardedCollate(Generic[Batch]):
+    def __init__(self, collate: Collate[Batch]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Batch | _Failure:
+        for sample in samples:
+            if isinstance(sample, _Failure):
+                return sample
+        try:
+            return self.collate(samples)
+        except DataError as error:
+            return _Failure(str(error))
+
+
+class BatchIterator(Iterator[Batch]):
+    """Batches in the sampler's order; raises a worker's DataError as the message it is.
+
+    Args:
+        loader: the DataLoader to iterate, once.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._batches = iter(loader)
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if isinstance(batch, _Failure):
+            raise DataError(batch.message)
+        return batch
+
+
+def build_loader(
+    dataset: Any,
+    sampler: Sampler[list[int]],
+    collate: Collate[Batch],
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> BatchIterator[Batch]:
+    """Iterate over collated micro-batches.
+
+    Args:
+        dataset: map-style dataset of samples (dicts).
+        sampler: lists of sample indices, one list a micro-batch.
+        collate: turns the samples of a micro-batch, each with its dataset place under "index",
+            into a batch. Runs in the workers; must be picklable where workers are spawned.
+        num_workers: worker processes; 0 loads in this process.
+        pin_memory: page-lock batches for copies to a GPU; a batch that is no plain container of
+            tensors needs a `pin_memory()` method.
+
+    Returns:
+        An iterator that ends with the sampler.
+    """
+    with warnings.catch_warnings():
+        # torch warns when workers outnumber cores. They are asked for by --num-workers.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader: DataLoader = DataLoader(
+            _IndexedSamples(dataset),
+            batch_sampler=sampler,
+            collate_fn=_GuardedCollate(collate),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_quiet_worker,
+        )
+        return BatchIterator(loader)
+
+
+def _quiet_worker(worker_id: int) -> None:
+    # Ctrl-C reaches the whole process group. The parent ends the workers; one traceback is enough.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")

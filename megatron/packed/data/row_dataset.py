@@ -1,0 +1,141 @@
+"""Rows of S + 1 raw token ids, cut from indexed corpora by megatron-core's GPTDataset.
+
+Subclassed, never copied: which tokens form row `i` is megatron-core's business. What is added:
+
+- a sample is raw ids plus how many of them are real; no mask is derived from a token's value;
+- the cached index is keyed by the corpus's content too, so a corpus that was preprocessed anew
+  under its old name can't meet an old index;
+- an index file cut short by an earlier crash is built again.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import pickle
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+from megatron.packed.errors import DataError
+
+_INDEX_FILES = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+_BLEND_FILES = ("description.txt", "dataset_index.npy", "dataset_sample_index.npy")
+
+
+class RowMixin:
+    """What RowDataset and MockRowDataset add to megatron-core's datasets."""
+
+    def __getitem__(self: Any, idx: int) -> dict[str, Any]:
+        """One row.
+
+        Args:
+            idx: position in this dataset's own shuffled order.
+
+        Returns:
+            `text` int64 `[S + 1]`, the last one being the extra label token; `length`, the real
+            ids among them (the rest is tail padding); `document_ids` int64 `[documents]`, the
+            sequences of the corpus the row is cut from, in order.
+
+        Raises:
+            DataError: if a token id is outside the tokenizer's vocabulary.
+        """
+        text, document_ids = self._query_document_sample_shuffle_indices(idx)
+        length = self._real_length(idx)
+        tokenizer = self.config.tokenizer
+        text[length:] = tokenizer.pad
+        # Two passes over one row: microseconds, against an index error inside the embedding.
+        if length and (text[:length].max() >= tokenizer.vocab_size or text[:length].min() < 0):
+            bad = int(numpy.flatnonzero((text < 0) | (text >= tokenizer.vocab_size))[0])
+            raise DataError(
+                f"token id {int(text[bad])} in row {idx} of {self.dataset_path} (documents "
+                f"{document_ids[0]}..{document_ids[-1]}) is outside the tokenizer's "
+                f"[0, {tokenizer.vocab_size}); preprocess the corpus again with this tokenizer"
+            )
+        return {"text": text, "length": length, "document_ids": document_ids}
+
+    def _real_length(self: Any, idx: int) -> int:
+        # The span that _query_document_sample_shuffle_indices reads, as arithmetic.
+        sample = int(self.shuffle_index[idx])
+        first, first_offset = (int(value) for value in self.sample_index[sample])
+        last, last_offset = (int(value) for value in self.sample_index[sample + 1])
+        whole = self.document_index[first:last]
+        before_last = int(self.dataset.sequence_lengths[whole].sum(dtype=numpy.int64))
+        return before_last - first_offset + last_offset + 1
+
+    def _build_document_sample_shuffle_indices(self: Any) -> tuple[numpy.ndarray, ...]:
+        # Called at the end of GPTDataset.__init__, after its cache key was made and before it is
+        # used. The index depends on the corpus through the sequence lengths alone.
+        lengths = numpy.ascontiguousarray(self.dataset.sequence_lengths)
+        self.unique_identifiers["sequences"] = len(lengths)
+        self.unique_identifiers["sequence_lengths_crc32"] = zlib.crc32(lengths.data)
+        self.unique_description = json.dumps(
+            self.unique_identifiers, indent=4, default=lambda obj: obj.unique_identifiers
+        )
+        self.unique_description_hash = hashlib.md5(
+            self.unique_description.encode(), usedforsecurity=False
+        ).hexdigest()
+        folder = self.config.path_to_cache
+        if folder is None and self.dataset_path is not None:
+            folder = default_cache_folder(self.dataset_path, type(self).__name__)
+        stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        return _rebuild_if_broken(
+            super()._build_document_sample_shuffle_indices, folder, stem, _INDEX_FILES
+        )
+
+
+class RowDataset(RowMixin, GPTDataset):
+    """Rows of a corpus on disk."""
+
+
+class MockRowDataset(RowMixin, MockGPTDataset):
+    """Rows of megatron-core's generated corpus (`--mock-data`)."""
+
+
+class BlendedRowDataset(BlendedDataset):
+    """A weighted blend of row datasets; samples carry `dataset_id` too."""
+
+    def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        if not torch.distributed.is_initialized() and self.config.path_to_cache:
+            # The base class asks for a rank before it writes the cache. One process alone has
+            # none, and builds this index in memory: it is the cheap one.
+            self.config = copy.copy(self.config)
+            self.config.path_to_cache = None
+        stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
+        return _rebuild_if_broken(
+            super()._build_indices, self.config.path_to_cache, stem, _BLEND_FILES
+        )
+
+
+def default_cache_folder(dataset_path: str, class_name: str = "RowDataset") -> str:
+    """Where megatron-core keeps the index of a corpus when `--data-cache-path` is not given.
+
+    Args:
+        dataset_path: prefix of the .bin and .idx files.
+        class_name: dataset class.
+    """
+    return os.path.join(dataset_path, "cache", f"{class_name}_indices")
+
+
+def _rebuild_if_broken(
+    build: Callable[[], Any], folder: str | None, stem: str, suffixes: tuple[str, ...]
+) -> Any:
+    """Run `build`; if a cached file can't be read, remove the files of `stem` and run it again."""
+    try:
+        return build()
+    except (ValueError, EOFError, pickle.UnpicklingError):
+        paths = [os.path.join(folder, f"{stem}-{suffix}") for suffix in suffixes] if folder else []
+        paths = [path for path in paths if os.path.isfile(path)]
+        may_build = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if not paths or not may_build:
+            raise
+        for path in paths:
+            os.unlink(path)
+        return build()

@@ -1,0 +1,340 @@
+"""Tokenizers: text to ids and back, chosen by `--tokenizer-type` from one registry."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron.packed.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+USUAL_EOD_TOKENS = ("<|endoftext|>", "</s>")
+
+
+class TokenizerOptions(Protocol):
+    """The flags a tokenizer is built from; `config.data` has them."""
+
+    tokenizer_type: str | None
+    tokenizer_model: str | None
+    vocab_size: int | None
+    eod_token: str | None
+
+
+class PackedTokenizer(ABC):
+    """What the data path and megatron-core's GPTDataset ask of a tokenizer.
+
+    Attributes:
+        vocab_size: one more than the largest id, before padding to a multiple.
+        eod: id that ends a document.
+        pad: id that fills the end of a row; may equal `eod`, since masks go by position.
+        unique_identifiers: what tells this tokenizer from another; part of the index cache key.
+    """
+
+    vocab_size: int
+    eod: int
+    pad: int
+    unique_identifiers: OrderedDict[str, Any]
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text, without EOD.
+
+        Args:
+            text: any string.
+        """
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts; faster than one by one where the library has a batch call.
+
+        Args:
+            texts: any strings.
+        """
+        return [self.tokenize(text) for text in texts]
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids.
+
+        Args:
+            ids: ids in `[0, vocab_size)`.
+        """
+
+
+class ByteTokenizer(PackedTokenizer):
+    """UTF-8 bytes as ids 0..255, EOD 256, PAD 257. Needs no files."""
+
+    def __init__(self) -> None:
+        self.vocab_size = 258
+        self.eod = 256
+        self.pad = 257
+        self.unique_identifiers = OrderedDict({"class": "ByteTokenizer"})
+
+    def tokenize(self, text: str) -> list[int]:
+        """UTF-8 bytes of `text`."""
+        # Lone surrogates can arrive through JSON escapes; they have no UTF-8 of their own.
+        return list(text.encode("utf-8", errors="replace"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of the byte ids; EOD and PAD are left out."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer(PackedTokenizer):
+    """Texts that are ids already, separated by blanks. For benchmarks and tests.
+
+    Ids 0..N-1 come from `--vocab-size N`; EOD is one more id, N, as in upstream.
+
+    Source: megatron/core/tokenizers/text/libraries/null_tokenizer.py
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size + 1
+        self.eod = vocab_size
+        self.pad = vocab_size
+        self.unique_identifiers = OrderedDict(
+            {"class": "NullTokenizer", "vocab_size": self.vocab_size}
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """The integers in `text`.
+
+        Raises:
+            DataError: if a word is no integer of `[0, vocab_size)`.
+        """
+        words = text.split()
+        try:
+            ids = [int(word) for word in words]
+        except ValueError as error:
+            raise DataError(
+                f"--tokenizer-type NullTokenizer reads texts made of integers; found {error}; "
+                "use ByteTokenizer or HuggingFaceTokenizer for real text"
+            ) from error
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise DataError(
+                    f"id {token} in the text is outside NullTokenizer's [0, {self.vocab_size}); "
+                    "raise --vocab-size"
+                )
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The ids as decimal numbers."""
+        return " ".join(str(token) for token in ids)
+
+
+class HuggingFaceTokenizer(PackedTokenizer):
+    """A `tokenizer.json`, read by the `tokenizers` library alone.
+
+    Special tokens of the file's own post-processor (such as a BOS) are added to every text, as
+    upstream does by default.
+
+    Args:
+        model: a tokenizer.json, or a folder that holds one.
+        eod_token: the document separator; None takes `eos_token` of tokenizer_config.json, else
+            `<|endoftext|>` or `</s>` where the vocabulary has it.
+
+    Raises:
+        DataError: if the file is missing or malformed, or no EOD can be found.
+    """
+
+    def __init__(self, model: str | Path, eod_token: str | None = None) -> None:
+        path = _tokenizer_json(Path(model))
+        self._tokenizer = _read_tokenizer_json(path)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(f"--tokenizer-model {path}: the vocabulary is empty; train it anew")
+        # Not len(): ids may have gaps, and the embedding must hold the largest.
+        self.vocab_size = max(vocabulary.values()) + 1
+        settings = _read_settings(path.with_name("tokenizer_config.json"))
+        self.eod = _find_eod(vocabulary, settings, eod_token, path)
+        pad_token = _token_text(settings.get("pad_token"))
+        self.pad = vocabulary.get(pad_token, self.eod) if pad_token else self.eod
+        self._inv_vocab: dict[int, str] | None = None
+        self.unique_identifiers = OrderedDict(
+            {
+                "class": "HuggingFaceTokenizer",
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "eod": self.eod,
+            }
+        )
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        """Token text by id."""
+        if self._inv_vocab is None:
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            self._inv_vocab = {token: text for text, token in vocabulary.items()}
+        return self._inv_vocab
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of `text`."""
+        return self._tokenizer.encode(text).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts in one call of the library."""
+        # encode_batch_fast leaves out the character offsets, which nothing here reads.
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _build_byte(options: TokenizerOptions) -> PackedTokenizer:
+    return ByteTokenizer()
+
+
+def _build_null(options: TokenizerOptions) -> PackedTokenizer:
+    if options.vocab_size is None or options.vocab_size < 1:
+        raise ConfigurationError(
+            f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1, "
+            f"got {options.vocab_size}; give --vocab-size N for ids 0..N-1 (EOD becomes N)"
+        )
+    return NullTokenizer(options.vocab_size)
+
+
+def _build_hugging_face(options: TokenizerOptions) -> PackedTokenizer:
+    if not options.tokenizer_model:
+        raise ConfigurationError(
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model; "
+            "give a tokenizer.json or a folder that holds one"
+        )
+    return HuggingFaceTokenizer(options.tokenizer_model, options.eod_token)
+
+
+TOKENIZER_BUILDERS: dict[str, Callable[[TokenizerOptions], PackedTokenizer]] = {
+    "ByteTokenizer": _build_byte,
+    "NullTokenizer": _build_null,
+    "HuggingFaceTokenizer": _build_hugging_face,
+}
+
+
+def build_tokenizer(options: TokenizerOptions) -> PackedTokenizer:
+    """Build the tokenizer that `--tokenizer-type` names.
+
+    Args:
+        options: tokenizer flags, such as `config.data`.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ConfigurationError: if the type is missing or unknown, or a flag it needs is missing.
+        DataError: if its files can't be used.
+    """
+    known = ", ".join(TOKENIZER_BUILDERS)
+    if options.tokenizer_type is None:
+        raise ConfigurationError(f"--tokenizer-type is not given; it must be one of {known}")
+    builder = TOKENIZER_BUILDERS.get(options.tokenizer_type)
+    if builder is None:
+        raise ConfigurationError(
+            f"--tokenizer-type {options.tokenizer_type} is unknown; it must be one of {known}"
+        )
+    return builder(options)
+
+
+def padded_vocab_size(
+    vocab_size: int, make_divisible_by: int, tensor_model_parallel_size: int
+) -> int:
+    """Embedding rows: the vocabulary rounded up so that tensor-parallel ranks share it evenly.
+
+    Args:
+        vocab_size: ids the tokenizer has.
+        make_divisible_by: `--make-vocab-size-divisible-by`.
+        tensor_model_parallel_size: tensor-parallel ranks.
+
+    Returns:
+        The smallest multiple of `make_divisible_by * tensor_model_parallel_size` that is not less
+        than `vocab_size`.
+
+    Raises:
+        ConfigurationError: if a number is below 1.
+    """
+    for name, value in (
+        ("vocabulary size", vocab_size),
+        ("--make-vocab-size-divisible-by", make_divisible_by),
+        ("--tensor-model-parallel-size", tensor_model_parallel_size),
+    ):
+        if value < 1:
+            raise ConfigurationError(f"{name} is {value}; it must be at least 1")
+    multiple = make_divisible_by * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _tokenizer_json(model: Path) -> Path:
+    path = model / "tokenizer.json" if model.is_dir() else model
+    if path.is_file():
+        return path
+    reason = "the folder holds no tokenizer.json" if model.is_dir() else "there is no such file"
+    raise DataError(
+        f"--tokenizer-model {model}: {reason}; give a tokenizer.json on this machine, or a folder "
+        "that holds one (names of models on a hub are not looked up)"
+    )
+
+
+def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
+    # Imported here: `--help`, ByteTokenizer and NullTokenizer do without the library.
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every kind of bad file
+        raise DataError(
+            f"--tokenizer-model {path} is no tokenizer.json of the `tokenizers` library "
+            f"({str(error).splitlines()[0]}); save it again with tools/train_tokenizer.py or "
+            "Tokenizer.save()"
+        ) from error
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON ({error}); repair or remove it") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} holds no JSON object; repair or remove it")
+    return settings
+
+
+def _token_text(entry: Any) -> str | None:
+    # transformers writes a token as a string, or as an object with its text in "content".
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _find_eod(
+    vocabulary: dict[str, int], settings: dict[str, Any], eod_token: str | None, path: Path
+) -> int:
+    if eod_token is not None:
+        if eod_token not in vocabulary:
+            raise DataError(
+                f"--eod-token {eod_token!r} is not in the vocabulary of {path}; "
+                "give a token that it holds"
+            )
+        return vocabulary[eod_token]
+    eos_token = _token_text(settings.get("eos_token"))
+    if eos_token is not None:
+        if eos_token not in vocabulary:
+            raise DataError(
+                f"eos_token {eos_token!r} of {path.with_name('tokenizer_config.json')} is not in "
+                f"the vocabulary of {path}; name the document separator with --eod-token"
+            )
+        return vocabulary[eos_token]
+    for token in USUAL_EOD_TOKENS:
+        if token in vocabulary:
+            return vocabulary[token]
+    raise DataError(
+        f"no end-of-document token for --tokenizer-model {path}: tokenizer_config.json names no "
+        f"eos_token and the vocabulary lacks {' and '.join(USUAL_EOD_TOKENS)}; "
+        "name one with --eod-token"
+    )
