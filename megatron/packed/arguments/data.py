@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megatron.packed.arguments.declare import derived, flag, required
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "ByteLevelTokenizer", "NullTokenizer")
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,9 @@ class ModelConfig:
         "Kind of normalisation.", default="LayerNorm", choices=("LayerNorm", "RMSNorm")
     )
     norm_epsilon: float = flag("Epsilon of the normalisation.", default=1e-5, above=0.0)
+    apply_layernorm_1p: bool = flag(
+        "Store the norm's weights centred around zero, that is minus 1.", default=False
+    )
     swiglu: bool = flag("Gated feed-forward layer with SiLU in place of GeLU.", default=False)
     squared_relu: bool = flag("Squared ReLU in place of GeLU.", default=False)
     add_bias_linear: bool = flag(

@@ -26,6 +26,8 @@ NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 class CommandLineError(ConfigurationError):
     """A command line that can't be read: the program's exit code is 2, as is usual."""
 
+    exit_code = 2
+
 
 def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Read the command line and the launcher's environment into a config.

@@ -1,0 +1,225 @@
+"""Every cross-flag rule raises, with a message that names what it is about."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from megatron.packed.arguments import Config, rules
+from megatron.packed.errors import ConfigurationError
+
+from .flags import MINIMAL
+
+# (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
+BROKEN = [
+    ("context_parallelism", "--context-parallel-size 2", "--context-parallel-size 2", 2),
+    ("world_size", "--tensor-model-parallel-size 2", "3 processes started", 3),
+    (
+        "global_batch",
+        "--global-batch-size 6",
+        r"--global-batch-size 6: .* 2 x 2 data-parallel replicas = 4; 8 would do",
+        2,
+    ),
+    ("overlapped_parameter_gather", "--overlap-param-gather", "--use-distributed-optimizer", 1),
+    (
+        "overlapped_parameter_gather",
+        "--overlap-param-gather --use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        1,
+    ),
+    ("head_width", "--hidden-size 66", "--hidden-size 66: .*--num-attention-heads 4", 1),
+    (
+        "heads_over_tensor_parallel",
+        "--tensor-model-parallel-size 3 --ffn-hidden-size 96",
+        "--num-attention-heads 4: .*--tensor-model-parallel-size 3",
+        3,
+    ),
+    (
+        "query_groups",
+        "--group-query-attention --num-query-groups 3",
+        "--num-query-groups 3: must divide --num-attention-heads 4",
+        1,
+    ),
+    (
+        "query_groups",
+        "--num-attention-heads 12 --hidden-size 96 --tensor-model-parallel-size 4 "
+        "--group-query-attention --num-query-groups 6",
+        "--num-query-groups 6: must be a multiple or a divisor of",
+        4,
+    ),
+    ("feed_forward_width", "--swiglu --hidden-size 16", "give --ffn-hidden-size", 1),
+    (
+        "feed_forward_width",
+        "--ffn-hidden-size 97 --tensor-model-parallel-size 2",
+        "--ffn-hidden-size 97",
+        2,
+    ),
+    (
+        "layers_over_pipeline",
+        "--pipeline-model-parallel-size 3",
+        "--num-layers 4: .*--pipeline-model-parallel-size 3",
+        3,
+    ),
+    ("activation", "--swiglu --squared-relu", "--swiglu and --squared-relu", 1),
+    ("rotary_embedding", "--use-rope-scaling", "not learned_absolute", 1),
+    (
+        "rotary_embedding",
+        "--position-embedding-type rope --rotary-percent 0.2",
+        "rotates 3 of 16 channels",
+        1,
+    ),
+    (
+        "position_table",
+        "--max-position-embeddings 64",
+        "--seq-length 128: .*--max-position-embeddings 64",
+        1,
+    ),
+    (
+        "sequence_shards",
+        "--sequence-parallel --tensor-model-parallel-size 2 --seq-length 127",
+        "--seq-length 127",
+        2,
+    ),
+    ("precision", "--fp32-residual-connection", "--fp32-residual-connection: needs --bf16", 1),
+    ("recompute", "--recompute-granularity full", "needs --recompute-method", 1),
+    (
+        "recompute",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
+        "--recompute-num-layers 5: a pipeline stage has 4 layers",
+        1,
+    ),
+    (
+        "recompute",
+        "--recompute-granularity selective --recompute-method block",
+        "not selective",
+        1,
+    ),
+    ("recompute", "--recompute-num-layers 1", "not none", 1),
+    ("learning_rate", "--min-lr 0.1", "--min-lr 0.1: must be at most --lr 0.001", 1),
+    ("learning_rate", "--lr-warmup-init 0.1", "--lr-warmup-init 0.1", 1),
+    ("warmup", "--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "exclude each other", 1),
+    ("warmup", "--lr-warmup-iters 100", "warm-up of 100 iterations", 1),
+    ("warmup", "--lr-warmup-fraction 1.0", "warm-up of 100 iterations", 1),
+    ("final_decay", "--lr-decay-style WSD", "needs --lr-wsd-decay-iters", 1),
+    ("final_decay", "--lr-wsd-decay-iters 5", "needs --lr-decay-style WSD", 1),
+    (
+        "final_decay",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 101",
+        "--lr-wsd-decay-iters 101: must be at most",
+        1,
+    ),
+    ("weight_decay", "--start-weight-decay 0.1", "need --weight-decay-incr-style", 1),
+    ("weight_decay", "--weight-decay-incr-style cosine", "--start-weight-decay", 1),
+    (
+        "weight_decay",
+        "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+        "--end-weight-decay 0.1",
+        1,
+    ),
+    ("data_source", "--data-path a", "--data-path and --mock-data: exclude", 1),
+    ("split_proportions", "--split 90,ten", "--split 90,ten", 1),
+    ("split_proportions", "--split 0,0,0", "not all 0", 1),
+    ("split_proportions", "--split 1,1,1,1", "up to three", 1),
+    (
+        "tokenizer",
+        "--tokenizer-type HuggingFaceTokenizer",
+        "HuggingFaceTokenizer: needs --tokenizer-model",
+        1,
+    ),
+    ("packing_options", "--packing-alignment pack", "needs --use-packed-sequence", 1),
+    ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
+    ("attention_dropout_on_cpu", "--attention-dropout 0.1", "--attention-dropout 0.0", 1),
+]
+
+
+def refusal(flags: str, world_size: int = 1, accelerator: str = "cpu") -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        Config.from_flags(flags, {"WORLD_SIZE": str(world_size)}, accelerator=accelerator)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "message", "world"), BROKEN, ids=[f"{row[0]}-{row[1]}" for row in BROKEN]
+)
+def test_a_broken_rule_is_refused_alone(rule: str, flags: str, message: str, world: int) -> None:
+    text = refusal(f"{MINIMAL} {flags}", world)
+    assert "\n" not in text, "one broken rule must give one message"
+    assert re.search(message, text), text
+    assert rule in {r.__name__ for r in (*rules.RULES, *rules.HARDWARE_RULES)}
+
+
+def test_rules_on_data_without_mock_data() -> None:
+    real = MINIMAL.replace("--mock-data", "")
+    assert refusal(real).startswith("no data: give one of --data-path")
+    assert "need --train-data-path" in refusal(f"{real} --valid-data-path v")
+    assert "--split 9,1: splits --data-path" in refusal(f"{real} --train-data-path t --split 9,1")
+    assert "exclude each other" in refusal(f"{real} --data-path a --train-data-path b")
+    assert "NullTokenizer: needs --vocab-size" in refusal(MINIMAL.replace("--vocab-size 100", ""))
+
+
+def test_a_rank_outside_the_job() -> None:
+    with pytest.raises(ConfigurationError, match="RANK=2: must be less than WORLD_SIZE=2"):
+        Config.from_flags(MINIMAL, {"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_every_rule_is_listed_and_broken_by_some_test() -> None:
+    listed = (*rules.RULES, *rules.HARDWARE_RULES)
+    defined = {
+        name
+        for name, function in inspect.getmembers(rules, inspect.isfunction)
+        if function.__module__ == rules.__name__ and not name.startswith(("check_", "_"))
+    }
+    assert defined == {rule.__name__ for rule in listed}
+    assert defined - {row[0] for row in BROKEN} == {"launcher_rank"}  # tested by itself above
+
+
+def test_several_broken_rules_come_together() -> None:
+    text = refusal(f"{MINIMAL} --num-layers 3 --pipeline-model-parallel-size 2 --min-lr 1", 2)
+    assert text.startswith("2 problems in the flags:\n  - --num-layers 3")
+    assert "\n  - --min-lr 1" in text
+
+
+@pytest.mark.parametrize("flag", ["--fp16", "--apply-residual-connection-post-layernorm"])
+def test_a_refused_flag_is_refused_by_name(flag: str) -> None:
+    assert refusal(f"{MINIMAL} {flag}").startswith(f"{flag} is refused: ")
+
+
+def test_attention_dropout_is_fine_on_cuda() -> None:
+    config = Config.from_flags(f"{MINIMAL} --attention-dropout 0.1", accelerator="cuda")
+    assert config.model.attention_dropout == 0.1
+
+
+def test_values_set_in_code_are_checked_like_those_of_flags() -> None:
+    config = Config.from_flags(MINIMAL)
+    with pytest.raises(ConfigurationError, match="--num-layers 0: must be at least 1"):
+        config.override(num_layers=0)
+    with pytest.raises(ConfigurationError, match="must be one of LayerNorm, RMSNorm"):
+        config.override(normalization="BatchNorm")
+    with pytest.raises(ConfigurationError, match="no config field is called 'layers'"):
+        config.override(layers=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 4),
+        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+        ("--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4", 4),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+        ("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1", 1),
+        ("--split 949,50,1", 1),
+        ("--split 1", 1),
+        ("--split .9,.1", 1),
+        (
+            "--use-packed-sequence --sequence-parallel --tensor-model-parallel-size 2 "
+            "--seq-length 127",
+            2,
+        ),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-warmup-fraction 0.1", 1),
+    ],
+)
+def test_what_is_legal_passes(flags: str, world: int) -> None:
+    Config.from_flags(f"{MINIMAL} {flags}", {"WORLD_SIZE": str(world)})
