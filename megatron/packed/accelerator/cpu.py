@@ -149,13 +149,16 @@ def _install_device() -> None:
     cuda.nvtx.range_pop = _nothing
 
 
+def _seed_cpu_generator(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
 def _install_random_states() -> None:
     cuda = torch.cuda
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
         module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        module.manual_seed = lambda seed: torch.manual_seed(seed) and None
-        module.manual_seed_all = lambda seed: torch.manual_seed(seed) and None
+        module.manual_seed = _seed_cpu_generator
 
 
 def _install_tensors() -> None:

@@ -1,0 +1,43 @@
+"""Token loss: sums and counts, divided once by the count of the global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of one micro-batch on this rank.
+
+    Attributes:
+        total: float32 scalar, sum of the supervised losses; carries the gradient.
+        count: int32 scalar, supervised tokens.
+    """
+
+    total: torch.Tensor
+    count: torch.Tensor
+
+    @property
+    def report(self) -> torch.Tensor:
+        """float32 [2], (sum, count) without gradient, to be added over micro-batches and ranks."""
+        return torch.stack((self.total.detach(), self.count.to(self.total.dtype)))
+
+
+def token_loss(losses: torch.Tensor, loss_mask: torch.Tensor) -> TokenLoss:
+    """Sum the losses of the supervised tokens.
+
+    Unsupervised positions are left out by selection, so that garbage there (even NaN) reaches
+    neither the sum nor the gradient.
+
+    Args:
+        losses: float32 [B, S], per-token losses.
+        loss_mask: float32 [B, S], nonzero where supervised.
+
+    Returns:
+        Sum and count, never divided here.
+    """
+    supervised = loss_mask.reshape(-1) != 0
+    selected = torch.where(supervised, losses.reshape(-1).float(), 0.0)
+    return TokenLoss(total=selected.sum(), count=supervised.sum().to(torch.int32))

@@ -1,0 +1,136 @@
+"""Build this rank's model: GPT stage, initial weights, precision, data parallelism."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron.packed.accelerator import Accelerator
+from megatron.packed.arguments import Config
+from megatron.packed.model import patches
+from megatron.packed.model.gpt import PackedGPTModel
+from megatron.packed.model.initialization import InitializationConfig, initialize_weights
+from megatron.packed.model.layer_specs import build_layer_spec
+from megatron.packed.model.transformer_config import build_transformer_config
+
+
+def build_gpt_model(
+    config: Config,
+    transformer_config: TransformerConfig,
+    accelerator: Accelerator,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+) -> PackedGPTModel:
+    """Build this rank's pipeline stage with its initial weights.
+
+    Args:
+        config: the run's configuration.
+        transformer_config: its megatron-core form.
+        accelerator: where the weights live.
+        vocab_size: ids of the tokenizer.
+        padded_vocab_size: rows of the embedding over all tensor-parallel ranks.
+
+    Returns:
+        The unwrapped model, in the parameter dtype, on the accelerator.
+    """
+    patches.install()
+    model_flags = config.model
+    model = PackedGPTModel(
+        real_vocab_size=vocab_size,
+        config=transformer_config,
+        transformer_layer_spec=build_layer_spec(config, transformer_config, accelerator),
+        vocab_size=padded_vocab_size,
+        max_sequence_length=model_flags.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model_flags.untie_embeddings_and_output_weights,
+        position_embedding_type=model_flags.position_embedding_type,
+        rotary_percent=model_flags.rotary_percent,
+        rotary_base=model_flags.rotary_base,
+        rope_scaling=model_flags.use_rope_scaling,
+        rope_scaling_factor=model_flags.rope_scaling_factor,
+        seq_len_interpolation_factor=model_flags.rotary_seq_len_interpolation_factor,
+    )
+    initialize_weights(
+        model,
+        InitializationConfig(
+            seed=config.training.seed,
+            std=model_flags.init_method_std,
+            num_layers=model_flags.num_layers,
+            gated_linear_unit=transformer_config.gated_linear_unit,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        layer_offset=get_transformer_layer_offset(transformer_config),
+    )
+    return model.to(accelerator.device)
+
+
+def wrap_for_training(
+    config: Config, transformer_config: TransformerConfig, model: torch.nn.Module
+) -> DistributedDataParallel:
+    """Wrap a stage in precision conversion and megatron-core's DistributedDataParallel.
+
+    Args:
+        config: the run's configuration.
+        transformer_config: its megatron-core form.
+        model: the stage of `build_gpt_model`.
+
+    Returns:
+        The wrapped stage, ready for `get_megatron_optimizer`.
+    """
+    if config.training.bf16 or config.training.fp16:
+        model = Float16Module(transformer_config, model)
+    overlap = config.parallel.overlap_grad_reduce
+    return DistributedDataParallel(
+        config=transformer_config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            check_for_nan_in_grad=config.training.check_for_nan_in_loss_and_grad,
+            average_in_collective=False,
+        ),
+        module=model,
+        disable_bucketing=not overlap,
+    )
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Parameters of the whole model, tied copies and tensor-parallel replicas counted once."""
+    local = 0
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for parameter in model.parameters():
+        if getattr(parameter, "shared", False):
+            continue
+        if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
+            local += parameter.numel()
+    device = next(model.parameters()).device
+    total = torch.tensor([local], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    return int(total.item())
+
+
+def build_model(
+    config: Config, accelerator: Accelerator, *, vocab_size: int, padded_vocab_size: int
+) -> tuple[DistributedDataParallel, TransformerConfig]:
+    """Build and wrap this rank's stage; returns it with the TransformerConfig it runs under."""
+    fuse = accelerator.name == "cuda"
+    transformer_config = build_transformer_config(config, fuse_kernels=fuse)
+    model = build_gpt_model(
+        config,
+        transformer_config,
+        accelerator,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size,
+    )
+    return wrap_for_training(config, transformer_config, model), transformer_config
+
+

@@ -1,0 +1,77 @@
+"""GPTModel with positions from the batch and a loss over the real vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron.packed.loss.cross_entropy import vocab_parallel_cross_entropy
+from megatron.packed.model.rotary import PositionIndexedRotaryEmbedding
+
+
+class PackedGPTModel(GPTModel):
+    """megatron-core's GPTModel, told by the batch which position every token has.
+
+    Two things differ from the base class. Rotary embeddings are looked up by the batch's position
+    ids instead of being rebuilt from sequence lengths, so that packed documents, resets and every
+    partition of the tokens are right by construction. And the cross entropy leaves out the
+    columns that only pad the vocabulary to a multiple of the tensor-parallel size, so the loss
+    doesn't depend on that size.
+
+    Args:
+        real_vocab_size: ids of the tokenizer, without padding.
+        **kwargs: the arguments of GPTModel.
+    """
+
+    def __init__(self, *, real_vocab_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.real_vocab_size = real_vocab_size
+        if self.position_embedding_type == "rope":
+            self.rotary_pos_emb = PositionIndexedRotaryEmbedding(
+                kv_channels=self.config.kv_channels,
+                rotary_percent=kwargs.get("rotary_percent", 1.0),
+                rotary_interleaved=self.config.rotary_interleaved,
+                seq_len_interpolation_factor=kwargs.get("seq_len_interpolation_factor"),
+                rotary_base=kwargs.get("rotary_base", 10000),
+                rope_scaling=kwargs.get("rope_scaling", False),
+                rope_scaling_factor=kwargs.get("rope_scaling_factor", 8.0),
+                cp_group=self.pg_collection.cp,
+            )
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run this pipeline stage.
+
+        Args:
+            input_ids: int64 [B, S], or [1, T] when packed.
+            position_ids: int64 of the same shape; given on every pipeline stage.
+            *args: as GPTModel.forward.
+            **kwargs: as GPTModel.forward.
+
+        Returns:
+            float32 [B, S] losses on the last stage when labels are given, else hidden states.
+        """
+        if self.position_embedding_type != "rope":
+            return super().forward(input_ids, position_ids, *args, **kwargs)
+        with self.rotary_pos_emb.positions(position_ids):
+            return super().forward(input_ids, position_ids, *args, **kwargs)
+
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Cross entropy per token over the real vocabulary.
+
+        Args:
+            labels: int64 [B, S].
+            logits: [S, B, V_padded / tp].
+
+        Returns:
+            float32 [B, S].
+        """
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1), self.pg_collection.tp, self.real_vocab_size
+        )
+        return losses.transpose(0, 1).contiguous()

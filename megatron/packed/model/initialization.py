@@ -1,0 +1,164 @@
+"""Initial weights as a pure function of (seed, global parameter name, element index).
+
+Every rank computes exactly its own elements with a counter-based generator, so a tensor-parallel
+shard, a pipeline stage and a lone process start from the same model without exchanging a byte.
+The distributions are upstream's: normal(0, std) for weights, normal(0, std / sqrt(2 * layers))
+for the projections that write to the residual stream, zeros for biases, ones for norms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+_LAYER = re.compile(r"(?P<prefix>.*\bdecoder\.layers\.)(?P<number>\d+)(?P<rest>\..*)")
+# Projections whose output is added to the residual stream (upstream: output_layer_init_method).
+_RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+# Elements generated at a time: bounds the int64 temporaries to a few MiB.
+_CHUNK = 1 << 18
+
+# Constants of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+# 2014), as signed 64-bit integers because torch has no unsigned arithmetic.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX2 = 0x94D049BB133111EB - (1 << 64)
+
+
+@dataclass(frozen=True)
+class InitializationConfig:
+    """What the initial weights depend on.
+
+    Attributes:
+        seed: `--seed`.
+        std: `--init-method-std`.
+        num_layers: layers of the whole model (scales the residual projections).
+        gated_linear_unit: fc1 holds gate and up projections, interleaved per tensor-parallel rank.
+        tp_rank: tensor-parallel rank of this process.
+        tp_size: tensor-parallel size.
+    """
+
+    seed: int
+    std: float
+    num_layers: int
+    gated_linear_unit: bool
+    tp_rank: int
+    tp_size: int
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical right shift of int64 bit patterns."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _splitmix64(counters: torch.Tensor) -> torch.Tensor:
+    """Hash int64 counters to 64 random bits each."""
+    bits = counters * _GAMMA
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX2
+    return bits ^ _shift_right(bits, 31)
+
+
+def stream_key(seed: int, name: str) -> int:
+    """A 63-bit key for the stream of one parameter, stable across Python versions."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def counter_normal(key: int, indices: torch.Tensor, std: float) -> torch.Tensor:
+    """Normal variates addressed by index.
+
+    Args:
+        key: stream of the parameter, see `stream_key`.
+        indices: int64, any shape: element indices in the whole (unsharded) parameter.
+        std: standard deviation.
+
+    Returns:
+        float32 of the shape of `indices`; equal indices give equal values, always.
+    """
+    bits = _splitmix64(indices + _splitmix64(torch.tensor(key, device=indices.device)))
+    # Box-Muller on two 32-bit halves; the half-step offset keeps log() away from zero.
+    first = (_shift_right(bits, 32).double() + 0.5) * 2.0**-32
+    second = (bits & 0xFFFFFFFF).double() * 2.0**-32
+    radius = torch.sqrt(torch.log(first).mul_(-2.0))
+    return (radius * torch.cos(second.mul_(2.0 * math.pi)) * std).float()
+
+
+def global_parameter_name(name: str, layer_offset: int) -> str:
+    """The name that a parameter has in the whole model.
+
+    Args:
+        name: name within this pipeline stage's GPTModel.
+        layer_offset: decoder layers held by earlier stages.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    return f"{match['prefix']}{int(match['number']) + layer_offset}{match['rest']}"
+
+
+def _global_rows(
+    name: str, parameter: torch.Tensor, dim: int, config: InitializationConfig
+) -> torch.Tensor:
+    """Indices, along the partitioned dimension, of this rank's slices in the whole parameter."""
+    local = parameter.shape[dim]
+    if config.gated_linear_unit and "linear_fc1" in name:
+        half = local // 2
+        gate = torch.arange(half) + config.tp_rank * half
+        return torch.cat((gate, gate + half * config.tp_size))
+    return torch.arange(local) + config.tp_rank * local
+
+
+def _element_index_chunks(
+    name: str, parameter: torch.Tensor, config: InitializationConfig
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first local row, global element indices of these rows) over a parameter [rows, -1]."""
+    rows, columns = parameter.shape[0], parameter[0].numel()
+    row_index, column_index, width = torch.arange(rows), torch.arange(columns), columns
+    if getattr(parameter, "tensor_model_parallel", False):
+        if parameter.partition_dim == 0:
+            row_index = _global_rows(name, parameter, 0, config)
+        else:
+            column_index = _global_rows(name, parameter, 1, config)
+            width = columns * config.tp_size
+    step = max(1, _CHUNK // columns)
+    for start in range(0, rows, step):
+        block = row_index[start : start + step]
+        yield start, block[:, None] * width + column_index[None, :]
+
+
+def weight_std(name: str, config: InitializationConfig) -> float:
+    """Standard deviation of a weight, as upstream's init methods set it."""
+    if name.endswith(_RESIDUAL_PROJECTIONS):
+        return config.std / math.sqrt(2.0 * config.num_layers)
+    return config.std
+
+
+@torch.no_grad()
+def initialize_weights(
+    model: torch.nn.Module, config: InitializationConfig, layer_offset: int = 0
+) -> None:
+    """Fill every weight matrix of a pipeline stage; biases and norm parameters keep 0 and 1.
+
+    Args:
+        model: a GPTModel (one pipeline stage, unwrapped).
+        config: what the weights depend on.
+        layer_offset: decoder layers held by earlier pipeline stages.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        whole_name = global_parameter_name(name, layer_offset)
+        if whole_name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+            # The last stage's copy of tied embeddings.
+            whole_name = "embedding.word_embeddings.weight"
+        key = stream_key(config.seed, whole_name)
+        std = weight_std(whole_name, config)
+        matrix = parameter.view(parameter.shape[0], -1)
+        for start, indices in _element_index_chunks(name, parameter, config):
+            values = counter_normal(key, indices.to(parameter.device), std)
+            matrix[start : start + indices.shape[0]].copy_(values)

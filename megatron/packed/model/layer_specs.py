@@ -1,0 +1,74 @@
+"""Layer specifications: megatron-core's own, with the modules this project supplies."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packed.accelerator import Accelerator
+from megatron.packed.arguments import Config
+from megatron.packed.attention.core_attention import PackedCoreAttention
+from megatron.packed.errors import ConfigurationError
+from megatron.packed.model.norms import LayerNorm, RMSNorm
+
+
+def uses_transformer_engine(config: Config, accelerator: Accelerator) -> bool:
+    """Whether layers are TransformerEngine's (CUDA) or megatron-core's own with our modules.
+
+    Raises:
+        ConfigurationError: TransformerEngine was asked for on CUDA and isn't installed.
+    """
+    if accelerator.name == "cpu" or config.model.transformer_impl != "transformer_engine":
+        return False
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigurationError(
+            "--transformer-impl transformer_engine: the package transformer_engine isn't "
+            "installed; install megatron-packed[gpu] or pass --transformer-impl local"
+        )
+    return True
+
+
+def _norm(config: Config) -> type[LayerNorm | RMSNorm]:
+    return RMSNorm if config.model.normalization == "RMSNorm" else LayerNorm
+
+
+def _local_layer_spec(config: Config) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.model.qk_layernorm, normalization=config.model.normalization
+    )
+    norm = _norm(config)
+    layer = spec.submodules
+    layer.input_layernorm = norm
+    layer.pre_mlp_layernorm = norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if attention.q_layernorm is not IdentityOp:
+        attention.q_layernorm = norm
+        attention.k_layernorm = norm
+    return spec
+
+
+def build_layer_spec(
+    config: Config,
+    transformer_config: TransformerConfig,
+    accelerator: Accelerator,
+    vp_stage: int | None = None,
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The specification that GPTModel builds one pipeline stage's decoder from."""
+    if uses_transformer_engine(config, accelerator):
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
+    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(
+        layer_specs=[_local_layer_spec(config)] * layers, layer_norm=_norm(config)
+    )

@@ -1,0 +1,102 @@
+"""Our configuration -> megatron-core's TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packed.arguments import Config
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    """Leave a weight as allocated: `initialize_weights` fills it once the model is built."""
+    return weight
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)² (Primer, So et al. 2021)."""
+    return F.relu(x).square()
+
+
+def params_dtype(config: Config) -> torch.dtype:
+    """The dtype of the weights that the model computes with."""
+    return torch.bfloat16 if config.training.bf16 else torch.float32
+
+
+def _attention_backend(name: str) -> AttnBackend:
+    """Upstream's enum value; backends that only this project has count as `auto` for core."""
+    return AttnBackend[name] if name in AttnBackend.__members__ else AttnBackend.auto
+
+
+def _activation(config: Config) -> dict[str, Any]:
+    if config.model.swiglu:
+        return {"activation_func": F.silu, "gated_linear_unit": True}
+    if config.model.squared_relu:
+        return {"activation_func": squared_relu}
+    return {"activation_func": F.gelu}
+
+
+def build_transformer_config(config: Config, *, fuse_kernels: bool) -> TransformerConfig:
+    """Translate a validated configuration.
+
+    Args:
+        config: the run's configuration.
+        fuse_kernels: use core's jit-fused element-wise kernels (CUDA only: on a CPU they would be
+            compiled for minutes, and the CPU has kernels of its own).
+
+    Returns:
+        The TransformerConfig that every layer and schedule of megatron-core reads.
+    """
+    model, parallel, training = config.model, config.parallel, config.training
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        attention_softmax_in_fp32=model.attention_softmax_in_fp32,
+        apply_query_key_layer_scaling=model.apply_query_key_layer_scaling,
+        apply_residual_connection_post_layernorm=model.apply_residual_connection_post_layernorm,
+        fp32_residual_connection=model.fp32_residual_connection,
+        rotary_interleaved=model.rotary_interleaved,
+        attention_backend=_attention_backend(model.attention_backend),
+        init_method=_keep,
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        init_method_std=model.init_method_std,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        params_dtype=params_dtype(config),
+        pipeline_dtype=params_dtype(config),
+        bf16=training.bf16,
+        fp16=training.fp16,
+        calculate_per_token_loss=training.calculate_per_token_loss,
+        deterministic_mode=training.deterministic_mode,
+        recompute_granularity=training.recompute_granularity,
+        recompute_method=training.recompute_method,
+        recompute_num_layers=training.recompute_num_layers,
+        bias_activation_fusion=fuse_kernels,
+        bias_dropout_fusion=fuse_kernels,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        # Our rotary lookup is already one fused pass per micro-batch.
+        apply_rope_fusion=False,
+        batch_p2p_comm=False,
+        **_activation(config),
+    )

@@ -1,0 +1,180 @@
+"""Start and stop one process of a run: process groups, seeds, threads, one quiet log."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+
+from megatron.packed.accelerator import Accelerator, select_accelerator
+from megatron.packed.arguments import Config
+from megatron.packed.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What one process of a run stands on.
+
+    Attributes:
+        accelerator: device and backend.
+        rank: global rank.
+        world_size: processes in the run.
+        host_tp_group: group of the tensor-parallel ranks that carries host tensors (gloo), so
+            that sharing a batch never waits for the device.
+    """
+
+    accelerator: Accelerator
+    rank: int
+    world_size: int
+    host_tp_group: torch.distributed.ProcessGroup
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this process writes the log."""
+        return self.rank == 0
+
+
+def quiet_libraries(rank: int) -> None:
+    """Keep import-time warnings of libraries out of the log; rank 0 keeps real warnings."""
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
+    for name in ("megatron.core", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    warnings.filterwarnings("ignore", module=r"torch.*")
+    warnings.filterwarnings("ignore", message=".*Apex is not installed.*")
+    warnings.filterwarnings("ignore", message=".*TransformerEngine.*")
+    if rank != 0:
+        warnings.simplefilter("ignore")
+
+
+def seed_everything(config: Config, accelerator: Accelerator) -> None:
+    """Seed the generators that dropout and data order draw from, as upstream does.
+
+    Pipeline stages differ so that their dropout does; data-parallel replicas share a seed.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _enable_determinism(accelerator: Accelerator) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=accelerator.name == "cuda")
+    if accelerator.name == "cuda":
+        torch.backends.cudnn.benchmark = False
+
+
+def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None:
+    from megatron.core import parallel_state
+
+    parallel = config.parallel
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            backend=accelerator.backend,
+            world_size=parallel.world_size,
+            rank=parallel.rank,
+            timeout=timeout,
+            **({"store": torch.distributed.HashStore()} if parallel.world_size == 1 else {}),
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+        create_gloo_process_groups=accelerator.name == "cuda",
+    )
+
+
+def _host_tp_group(accelerator: Accelerator) -> torch.distributed.ProcessGroup:
+    """The gloo group over this process's tensor-parallel ranks."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    if accelerator.backend == "gloo":
+        return group
+    ranks = torch.distributed.get_process_group_ranks(group)
+    every: list[list[int] | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, ranks)
+    mine = group
+    for members in sorted({tuple(r) for r in every if r is not None}):
+        created = torch.distributed.new_group(list(members), backend="gloo")
+        if tuple(ranks) == members:
+            mine = created
+    return mine
+
+
+def start(config: Config) -> Environment:
+    """Bring up this process: accelerator, threads, process groups, seeds.
+
+    Args:
+        config: a validated configuration.
+
+    Returns:
+        The environment that the rest of the program receives.
+
+    Raises:
+        ConfigurationError: the process group can't be formed.
+    """
+    parallel = config.parallel
+    quiet_libraries(parallel.rank)
+    accelerator = select_accelerator(config.runtime.accelerator, parallel.local_rank)
+    if accelerator.name == "cpu" and config.runtime.threads:
+        torch.set_num_threads(config.runtime.threads)
+    if config.training.deterministic_mode:
+        _enable_determinism(accelerator)
+    try:
+        _initialize_process_groups(config, accelerator)
+    except (ValueError, torch.distributed.DistError) as error:
+        raise ConfigurationError(
+            f"torch.distributed: {error}; start the program with torchrun, which sets RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        ) from error
+    seed_everything(config, accelerator)
+    return Environment(
+        accelerator=accelerator,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        host_tp_group=_host_tp_group(accelerator),
+    )
+
+
+def stop() -> None:
+    """Leave the process groups, so that no peer waits for this process."""
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+    destroy_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def running(config: Config) -> Iterator[Environment]:
+    """Hold the environment of a run; process groups are torn down on a regular end."""
+    environment = start(config)
+    yield environment
+    stop()
+
+
+def print_rank_0(message: str) -> None:
+    """Print one line of the log, once."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(message, flush=True)
+
+
+def print_error(message: str) -> None:
+    """Print an error of this process to standard error."""
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,175 @@
+"""The training loop: steps, reports, evaluations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.num_microbatches_calculator import (
+    get_num_microbatches,
+    init_num_microbatches_calculator,
+)
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+from megatron.packed.arguments import Config
+from megatron.packed.training.batches import MicroBatchIterator, pack_alignment, pack_capacity
+from megatron.packed.training.environment import Environment, print_rank_0
+from megatron.packed.training.evaluation import evaluate
+from megatron.packed.training.reporting import Reporter
+from megatron.packed.training.step import StepShape, TrainStep
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        iteration: finished iterations.
+        consumed_samples: samples trained on by all ranks.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Micro-batches of each split; None where a split is empty or unused."""
+
+    train: MicroBatchIterator
+    valid: MicroBatchIterator | None
+    test: MicroBatchIterator | None
+
+
+def step_shape(config: Config, transformer_config: object) -> StepShape:
+    """Shape of a micro-batch; packs without a fixed capacity announce theirs at each exchange."""
+    if not config.packing.use_packed_sequence:
+        return StepShape(config.data.seq_length, config.training.micro_batch_size)
+    capacity = pack_capacity(config, pack_alignment(config))
+    if capacity is None:
+        transformer_config.variable_seq_lengths = True  # type: ignore[attr-defined]
+        capacity = config.training.micro_batch_size * config.data.seq_length
+    return StepShape(capacity, 1)
+
+
+@torch.no_grad()
+def parameters_norm(model: list[DistributedDataParallel], device: torch.device) -> float:
+    """L2 norm of all parameters, each counted once."""
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for chunk in model:
+        for parameter in chunk.parameters():
+            is_copy = getattr(parameter, "shared", False)
+            if not is_copy and param_is_not_tensor_parallel_duplicate(parameter):
+                total += parameter.double().square().sum()
+    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    return math.sqrt(total.item())
+
+
+@dataclass
+class Trainer:
+    """One run from its first step to its last evaluation.
+
+    Attributes:
+        config: the run's configuration.
+        environment: what this process stands on.
+        step: the training step.
+        splits: the data.
+        reporter: the log.
+        progress: where the run is.
+    """
+
+    config: Config
+    environment: Environment
+    step: TrainStep
+    splits: Splits
+    reporter: Reporter
+    progress: Progress = field(default_factory=Progress)
+
+    def train(self) -> None:
+        """Run the remaining iterations, with periodic evaluation."""
+        training, evaluation = self.config.training, self.config.evaluation
+        print_rank_0(f"training from iteration {self.progress.iteration + 1}")
+        self.reporter.restart_clock()
+        while self.progress.iteration < training.train_iters:
+            self._train_one()
+            iteration = self.progress.iteration
+            if self.splits.valid is not None and iteration % evaluation.eval_interval == 0:
+                measured = self.reporter.pause_clock()
+                self._evaluate(self.splits.valid, "validation", f"iteration {iteration}")
+                self.reporter.resume_clock(measured)
+            if training.exit_interval and iteration % training.exit_interval == 0:
+                print_rank_0(f"exiting program at iteration {iteration}")
+                break
+
+    def _train_one(self) -> None:
+        batches, progress = self.splits.train, self.progress
+        batches.iteration = progress.iteration + 1
+        batches.consumed_samples = progress.consumed_samples
+        batch_size = self.config.training.global_batch_size
+        result = self.step(batches, get_num_microbatches(), batch_size)
+        progress.iteration += 1
+        progress.consumed_samples += batch_size
+        # As upstream logs it: the rate that the schedule has arrived at.
+        learning_rate = self._learning_rate()
+        if not result.loss_count:
+            print_rank_0(
+                f"iteration {progress.iteration}: no supervised token in the global batch, "
+                "update skipped"
+            )
+        self.reporter.record(
+            result, progress.iteration, progress.consumed_samples, learning_rate
+        )
+        if progress.iteration % self.config.logging.log_interval == 0:
+            norm = None
+            if self.config.logging.log_params_norm:
+                device = self.environment.accelerator.device
+                norm = parameters_norm(self.step.model, device)
+            self.reporter.report(
+                progress.iteration,
+                progress.consumed_samples,
+                learning_rate,
+                batches.take_statistics(),
+                norm,
+            )
+
+    def _learning_rate(self) -> float:
+        for group in self.step.optimizer.param_groups:
+            if group.get("default_config", True) and not group.get("is_decoupled_lr", False):
+                return float(group["lr"])
+        return float(self.config.optimization.lr)
+
+    def _evaluate(self, batches: MicroBatchIterator, split: str, where: str) -> None:
+        result = evaluate(
+            self.step.model,
+            batches,
+            self.step.shape,
+            num_iterations=self.config.evaluation.eval_iters,
+            num_microbatches=get_num_microbatches(),
+            global_batch_size=self.config.training.global_batch_size,
+        )
+        self.reporter.report_evaluation(
+            result, split, where, self.progress.iteration, self.progress.consumed_samples
+        )
+
+    def evaluate_final(self) -> None:
+        """Evaluate what the run ends with, on validation and test data."""
+        where = f"the end of training, iteration {self.progress.iteration}"
+        if self.splits.valid is not None:
+            self._evaluate(self.splits.valid, "validation", where)
+        if self.splits.test is not None:
+            self._evaluate(self.splits.test, "test", where)
+        self.reporter.close()
+
+
+def start_microbatch_calculator(config: Config) -> None:
+    """Tell megatron-core how a global batch is cut."""
+    init_num_microbatches_calculator(
+        rank=config.parallel.rank,
+        rampup_batch_size=None,
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=config.training.micro_batch_size,
+        data_parallel_size=config.parallel.data_parallel_size,
+    )

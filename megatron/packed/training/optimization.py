@@ -1,0 +1,88 @@
+"""Optimizer and schedules, through megatron-core."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron.packed.accelerator import Accelerator
+from megatron.packed.arguments import Config
+from megatron.packed.model.transformer_config import params_dtype
+
+
+def build_optimizer(
+    config: Config, model: list[DistributedDataParallel], accelerator: Accelerator
+) -> MegatronOptimizer:
+    """Build megatron-core's optimizer for the wrapped model chunks of this rank."""
+    flags = config.optimization
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=flags.optimizer,
+            lr=flags.lr,
+            min_lr=flags.min_lr,
+            weight_decay=flags.weight_decay,
+            clip_grad=flags.clip_grad,
+            adam_beta1=flags.adam_beta1,
+            adam_beta2=flags.adam_beta2,
+            adam_eps=flags.adam_eps,
+            sgd_momentum=flags.sgd_momentum,
+            bf16=config.training.bf16,
+            fp16=config.training.fp16,
+            params_dtype=params_dtype(config),
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        ),
+        model,
+        use_gloo_process_groups=accelerator.name == "cuda",
+    )
+    _fuse_updates(optimizer)
+    return optimizer
+
+
+def _fuse_updates(optimizer: MegatronOptimizer) -> None:
+    """Let PyTorch's Adam update each parameter in one pass.
+
+    megatron-core constructs torch's AdamW with its default, an unfused sequence of a dozen passes
+    over the weights, when neither TransformerEngine nor apex supplies a fused one.
+    """
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(member, "optimizer", None)
+        if isinstance(inner, (torch.optim.AdamW, torch.optim.Adam)):
+            inner.defaults["fused"] = True
+            for group in inner.param_groups:
+                group["fused"] = True
+                group["foreach"] = False
+
+
+def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning-rate and weight-decay schedules in samples, as upstream counts them."""
+    flags, training = config.optimization, config.training
+    batch = training.global_batch_size
+    decay_iters = flags.lr_decay_iters or training.train_iters
+    if flags.lr_warmup_fraction is not None:
+        warmup_samples = flags.lr_warmup_fraction * decay_iters * batch
+    else:
+        warmup_samples = flags.lr_warmup_iters * batch
+    wsd_samples = None
+    if flags.lr_wsd_decay_iters is not None:
+        wsd_samples = flags.lr_wsd_decay_iters * batch
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=flags.lr_warmup_init,
+        max_lr=flags.lr,
+        min_lr=flags.min_lr,
+        lr_warmup_steps=warmup_samples,
+        lr_decay_steps=decay_iters * batch,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=flags.start_weight_decay,
+        end_wd=flags.end_weight_decay,
+        wd_incr_steps=training.train_iters * batch,
+        wd_incr_style=flags.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=False,
+        wsd_decay_steps=wsd_samples,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style,
+    )

@@ -1,0 +1,266 @@
+"""The log: upstream's iteration line, packing statistics, TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from megatron.packed.arguments import Config
+from megatron.packed.errors import DataError
+from megatron.packed.training.batches import BatchStatistics
+from megatron.packed.training.environment import print_rank_0
+from megatron.packed.training.evaluation import EvaluationResult
+from megatron.packed.training.flops import FlopsCounter
+from megatron.packed.training.step import StepResult
+
+
+def open_tensorboard(config: Config, rank: int) -> Any | None:
+    """Open the TensorBoard folder on the rank that writes it.
+
+    Raises:
+        DataError: the folder can't be written.
+    """
+    folder = config.logging.tensorboard_dir
+    if folder is None or rank != 0:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    try:
+        return SummaryWriter(log_dir=folder, max_queue=config.logging.tensorboard_queue_size)
+    except OSError as error:
+        raise DataError(
+            f"--tensorboard-dir {folder}: can't be written ({error.strerror}); choose another "
+            "folder or leave the flag out"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Speed over the iterations since the last line.
+
+    Attributes:
+        seconds_per_iteration: wall time.
+        tokens_per_second: real tokens, all ranks.
+        flops_per_rank: model FLOP/s of one process.
+        mfu: share of the measured GEMM peak of one process.
+    """
+
+    seconds_per_iteration: float
+    tokens_per_second: float
+    flops_per_rank: float
+    mfu: float
+
+
+@dataclass
+class Reporter:
+    """Collects steps and writes them out at the log interval.
+
+    Attributes:
+        config: the run's configuration.
+        flops: operation counter of the model.
+        gemm_peak: FLOP/s that one process reaches in a matrix product.
+        writer: TensorBoard writer of rank 0; None elsewhere or without a folder.
+    """
+
+    config: Config
+    flops: FlopsCounter
+    gemm_peak: float
+    writer: Any | None
+    device: torch.device
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    _steps: list[StepResult] = field(default_factory=list)
+    _pending: BatchStatistics = field(default_factory=BatchStatistics)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def record(
+        self, step: StepResult, iteration: int, consumed_samples: int, learning_rate: float
+    ) -> None:
+        """Take in one step and write its TensorBoard entries."""
+        self._steps.append(step)
+        self.skipped_iterations += not step.updated
+        self.nan_iterations += step.loss_count > 0 and step.loss != step.loss
+        due = iteration % self.config.logging.tensorboard_log_interval == 0
+        if self.writer is not None and due:
+            self._write_step(step, iteration, consumed_samples, learning_rate)
+
+    def _write_step(
+        self, step: StepResult, iteration: int, consumed_samples: int, learning_rate: float
+    ) -> None:
+        add = self.writer.add_scalar  # type: ignore[union-attr]
+        if self.config.logging.log_learning_rate_to_tensorboard:
+            add("learning-rate", learning_rate, iteration)
+            add("learning-rate vs samples", learning_rate, consumed_samples)
+        add("batch-size", self.config.training.global_batch_size, iteration)
+        if step.loss_count:
+            add("lm loss", step.loss, iteration)
+            add("lm loss vs samples", step.loss, consumed_samples)
+        if step.grad_norm is not None:
+            add("grad-norm", step.grad_norm, iteration)
+            add("grad-norm vs samples", step.grad_norm, consumed_samples)
+        if step.num_zeros_in_grad is not None:
+            add("num-zeros", step.num_zeros_in_grad, iteration)
+
+    def restart_clock(self) -> None:
+        """Leave out what happened since the last line, an evaluation say, of the next timing."""
+        self._since = time.perf_counter()
+
+    def pause_clock(self) -> float:
+        """Seconds measured so far, to be given back to `resume_clock`."""
+        return time.perf_counter() - self._since
+
+    def resume_clock(self, measured: float) -> None:
+        """Go on from `pause_clock`."""
+        self._since = time.perf_counter() - measured
+
+    def _throughput(self, statistics: BatchStatistics) -> Throughput:
+        seconds = time.perf_counter() - self._since
+        operations = self.flops.count(statistics.real_tokens, statistics.sum_squared_lengths)
+        per_rank = operations / seconds / self.config.parallel.world_size
+        return Throughput(
+            seconds_per_iteration=seconds / len(self._steps),
+            tokens_per_second=statistics.real_tokens / seconds,
+            flops_per_rank=per_rank,
+            mfu=per_rank / self.gemm_peak,
+        )
+
+    def report(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        learning_rate: float,
+        statistics: BatchStatistics,
+        params_norm: float | None,
+    ) -> None:
+        """Print the lines of an interval and start the next one.
+
+        Args:
+            iteration: the last iteration of the interval.
+            consumed_samples: samples trained on so far.
+            learning_rate: of the last iteration.
+            statistics: counts of the interval over all ranks.
+            params_norm: L2 norm of the parameters, if asked for.
+        """
+        speed = self._throughput(statistics)
+        print_rank_0(
+            self._iteration_line(iteration, consumed_samples, learning_rate, speed, params_norm)
+        )
+        print_rank_0(self._packing_line(statistics, speed))
+        if self.writer is not None:
+            self._write_interval(iteration, statistics, speed, params_norm)
+        self._steps.clear()
+        self.skipped_iterations = self.nan_iterations = 0
+        self._since = time.perf_counter()
+
+    def _iteration_line(
+        self,
+        iteration: int,
+        consumed_samples: int,
+        learning_rate: float,
+        speed: Throughput,
+        params_norm: float | None,
+    ) -> str:
+        """Upstream's line: its fields, in its order and formats."""
+        train_iters = self.config.training.train_iters
+        last = self._steps[-1]
+        loss_sum = sum(step.loss_sum for step in self._steps)
+        loss_count = sum(step.loss_count for step in self._steps)
+        now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+        parts = [
+            f"[{now}] iteration {iteration:8d}/{train_iters:8d}",
+            f"consumed samples: {consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {speed.seconds_per_iteration * 1000.0:.1f}",
+        ]
+        if self.config.logging.log_throughput:
+            parts.append(f"throughput per GPU (TFLOP/s/GPU): {speed.flops_per_rank / 1e12:.3f}")
+        parts += [
+            f"learning rate: {learning_rate:.6E}",
+            f"global batch size: {self.config.training.global_batch_size:5d}",
+        ]
+        if loss_count:
+            parts.append(f"lm loss: {loss_sum / loss_count:.6E}")
+        parts.append("loss scale: 1.0")
+        if last.grad_norm is not None:
+            parts.append(f"grad norm: {last.grad_norm:.3f}")
+        if last.num_zeros_in_grad is not None:
+            parts.append(f"num zeros: {int(last.num_zeros_in_grad)}")
+        if params_norm is not None:
+            parts.append(f"params norm: {params_norm:.3f}")
+        parts += [
+            f"number of skipped iterations: {self.skipped_iterations:3d}",
+            f"number of nan iterations: {self.nan_iterations:3d}",
+        ]
+        return " " + " | ".join(parts) + " |"
+
+    def _packing_line(self, statistics: BatchStatistics, speed: Throughput) -> str:
+        """What the batches of the interval held, per iteration, and how fast they went by."""
+        steps = len(self._steps)
+        packs = max(statistics.packs, 1)
+        parts = [
+            f"segments per pack: {statistics.segments / packs:.1f}",
+            f"real tokens: {statistics.real_tokens // steps}",
+            f"padded tokens: {statistics.padded_tokens // steps}",
+            f"supervised tokens: {statistics.supervised_tokens // steps}",
+            f"sum of squared lengths: {statistics.sum_squared_lengths // steps}",
+            f"tokens/s: {speed.tokens_per_second:.0f}",
+            f"model GFLOP/s per rank: {speed.flops_per_rank / 1e9:.1f}",
+            f"MFU: {100.0 * speed.mfu:.1f} % of {self.gemm_peak / 1e9:.0f} GFLOP/s",
+        ]
+        return "   packing | " + " | ".join(parts) + " |"
+
+    def _write_interval(
+        self,
+        iteration: int,
+        statistics: BatchStatistics,
+        speed: Throughput,
+        params_norm: float | None,
+    ) -> None:
+        values = {
+            "iteration-time": speed.seconds_per_iteration,
+            "throughput": speed.flops_per_rank / 1e12,
+            "tokens-per-second": speed.tokens_per_second,
+            "mfu": speed.mfu,
+            "packing/segments-per-pack": statistics.segments / max(statistics.packs, 1),
+            "packing/real-tokens": statistics.real_tokens / len(self._steps),
+            "packing/padded-tokens": statistics.padded_tokens / len(self._steps),
+            "packing/supervised-tokens": statistics.supervised_tokens / len(self._steps),
+        }
+        if params_norm is not None:
+            values["params-norm"] = params_norm
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, iteration)  # type: ignore[union-attr]
+
+    def report_evaluation(
+        self, result: EvaluationResult, split: str, where: str, iteration: int, samples: int
+    ) -> None:
+        """Print an evaluation and write it to TensorBoard.
+
+        Args:
+            result: the losses.
+            split: `validation` or `test`.
+            where: what the line calls this point of the run.
+            iteration: iterations trained.
+            samples: samples trained.
+        """
+        line = (
+            f" {split} loss at {where} | lm loss value: {result.loss:.6E} | "
+            f"lm loss PPL: {result.perplexity:.6E} | "
+        )
+        print_rank_0("-" * len(line))
+        print_rank_0(line)
+        print_rank_0("-" * len(line))
+        if self.writer is None:
+            return
+        self.writer.add_scalar(f"lm loss {split}", result.loss, iteration)
+        self.writer.add_scalar(f"lm loss {split} vs samples", result.loss, samples)
+        if self.config.logging.log_validation_ppl_to_tensorboard:
+            self.writer.add_scalar(f"lm loss {split} ppl", result.perplexity, iteration)
+
+    def close(self) -> None:
+        """Flush what TensorBoard holds."""
+        if self.writer is not None:
+            self.writer.close()

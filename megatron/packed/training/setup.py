@@ -1,0 +1,105 @@
+"""Put a run together: model, optimizer, data, log."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.packed.arguments import Config, config_report, replacement_report
+from megatron.packed.data.tokenizers import PackedTokenizer, build_tokenizer, padded_vocab_size
+from megatron.packed.model.builder import build_model, count_parameters
+from megatron.packed.model.transformer_config import params_dtype
+from megatron.packed.training.data import build_splits
+from megatron.packed.training.environment import Environment, print_rank_0
+from megatron.packed.training.flops import FlopsCounter, measure_gemm_peak
+from megatron.packed.training.loop import (
+    Progress,
+    Trainer,
+    start_microbatch_calculator,
+    step_shape,
+)
+from megatron.packed.training.optimization import build_optimizer, build_scheduler
+from megatron.packed.training.reporting import Reporter, open_tensorboard
+from megatron.packed.training.step import TrainStep
+
+
+def print_banner(config: Config, environment: Environment) -> None:
+    """Print what runs where, what was asked for, and what is replaced on this hardware."""
+    parallel = config.parallel
+    print_rank_0(
+        f"megatron-packed on {environment.accelerator.description}; world size "
+        f"{parallel.world_size}: tensor {parallel.tensor_model_parallel_size}, pipeline "
+        f"{parallel.pipeline_model_parallel_size}, context {parallel.context_parallel_size}, "
+        f"data {parallel.data_parallel_size}"
+    )
+    for report in (config_report(config), replacement_report(config)):
+        if report:
+            print_rank_0(report)
+
+
+def _padded_vocab(config: Config, tokenizer: PackedTokenizer) -> int:
+    return padded_vocab_size(
+        tokenizer.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.parallel.tensor_model_parallel_size,
+    )
+
+
+def _build_step(
+    config: Config, environment: Environment, tokenizer: PackedTokenizer, padded_vocab: int
+) -> TrainStep:
+    model, transformer_config = build_model(
+        config,
+        environment.accelerator,
+        vocab_size=tokenizer.vocab_size,
+        padded_vocab_size=padded_vocab,
+    )
+    print_rank_0(f"parameters: {count_parameters(model):,}")
+    optimizer = build_optimizer(config, [model], environment.accelerator)
+    return TrainStep(
+        model=[model],
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        transformer_config=transformer_config,
+        shape=step_shape(config, transformer_config),
+        device=environment.accelerator.device,
+        check_for_nan=config.training.check_for_nan_in_loss_and_grad,
+    )
+
+
+def _build_reporter(config: Config, environment: Environment, padded_vocab: int) -> Reporter:
+    size = 8192 if environment.accelerator.name == "cuda" else 1024
+    # All ranks measure at once: they share the machine in training too.
+    torch.distributed.barrier()
+    peak = measure_gemm_peak(environment.accelerator.device, params_dtype(config), size=size)
+    return Reporter(
+        config=config,
+        flops=FlopsCounter.from_config(config.model, padded_vocab),
+        gemm_peak=peak,
+        writer=open_tensorboard(config, environment.rank),
+        device=environment.accelerator.device,
+    )
+
+
+def build_trainer(config: Config, environment: Environment) -> Trainer:
+    """Build everything a run needs, checking all input before the first step.
+
+    Args:
+        config: a validated configuration.
+        environment: what this process stands on.
+
+    Returns:
+        A trainer, ready to train.
+
+    Raises:
+        ConfigurationError: flags that can't be honoured.
+        DataError: corpora, tokenizer or folders that can't be used.
+    """
+    tokenizer = build_tokenizer(config.data)
+    padded_vocab = _padded_vocab(config, tokenizer)
+    print_rank_0(f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab}")
+    start_microbatch_calculator(config)
+    progress = Progress()
+    splits = build_splits(config, environment, tokenizer, progress)
+    step = _build_step(config, environment, tokenizer, padded_vocab)
+    reporter = _build_reporter(config, environment, padded_vocab)
+    return Trainer(config, environment, step, splits, reporter, progress)

@@ -1,0 +1,234 @@
+"""One training step: forward and backward over the micro-batches, then the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.packed.errors import TrainingError
+from megatron.packed.loss.token import token_loss
+from megatron.packed.training.batches import MicroBatch, MicroBatchIterator
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the pipeline schedule must know about a micro-batch.
+
+    Attributes:
+        sequence_length: tokens along the first dimension of the hidden states, before
+            sequence parallelism divides them.
+        batch_size: size of their second dimension (1 for a pack).
+    """
+
+    sequence_length: int
+    batch_size: int
+
+
+@dataclass
+class GradientFinalizer:
+    """megatron-core's finalize_model_grads, with a watch on counts and local gradients.
+
+    Attributes:
+        check_local_gradients: look for NaN and Inf before gradients of different ranks are mixed.
+        num_tokens: supervised tokens of the global batch, known once a step's gradients are
+            final; None when the loss isn't normalised per token.
+        local_gradients_finite: outcome of the check for this rank.
+    """
+
+    check_local_gradients: bool
+    num_tokens: torch.Tensor | None = None
+    local_gradients_finite: bool = True
+
+    def __call__(
+        self,
+        model: list[DistributedDataParallel],
+        num_tokens: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Finalize, as a `finalize_model_grads_func`."""
+        if self.check_local_gradients:
+            self.local_gradients_finite = all(
+                bool(torch.isfinite(buffer.grad_data.sum()))
+                for chunk in model
+                for buffer in chunk.buffers + chunk.expert_parallel_buffers
+            )
+        finalize_model_grads(model, num_tokens, **kwargs)
+        # All-reduced in place over data- and context-parallel ranks.
+        self.num_tokens = num_tokens
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; equal on every rank.
+
+    Attributes:
+        loss_sum: sum of supervised losses over the global batch.
+        loss_count: supervised tokens of the global batch.
+        grad_norm: norm before clipping; None when the update was skipped.
+        num_zeros_in_grad: zero entries of the gradient, if counted.
+        updated: whether the weights moved.
+    """
+
+    loss_sum: float
+    loss_count: float
+    grad_norm: float | None
+    num_zeros_in_grad: float | None
+    updated: bool
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per supervised token; NaN when there is none."""
+        return self.loss_sum / self.loss_count if self.loss_count else float("nan")
+
+
+def _loss_function(
+    batch: MicroBatch, losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    loss = token_loss(losses, batch.loss_mask)
+    return loss.total, loss.count, {"lm loss": loss.report}
+
+
+def forward_step(
+    batches: MicroBatchIterator, model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """Run one micro-batch forward; megatron-core's schedules call this."""
+    batch = next(batches)
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        batch.attention_mask,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        packed_seq_params=batch.packed_seq_params,
+    )
+    return output, partial(_loss_function, batch)
+
+
+def reduce_reports(reports: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """Add (sum, count) pairs over micro-batches and ranks.
+
+    Args:
+        reports: what the loss function reported; empty except on the last pipeline stage.
+        device: where collectives run.
+
+    Returns:
+        float64 [2], the same on every rank.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for report in reports:
+        total += report["lm loss"].double()
+    torch.distributed.all_reduce(
+        total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        torch.distributed.broadcast(
+            total,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return total
+
+
+@dataclass
+class TrainStep:
+    """Everything one step needs, assembled once.
+
+    Attributes:
+        model: wrapped chunks of this rank.
+        optimizer: megatron-core's optimizer.
+        scheduler: learning-rate and weight-decay schedules.
+        transformer_config: the configuration the schedules read their hooks from.
+        shape: shape of a micro-batch.
+        device: device of this rank.
+        check_for_nan: stop on NaN or Inf instead of training on.
+    """
+
+    model: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    transformer_config: TransformerConfig
+    shape: StepShape
+    device: torch.device
+    check_for_nan: bool
+    finalizer: GradientFinalizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.finalizer = GradientFinalizer(self.check_for_nan)
+        self.transformer_config.finalize_model_grads_func = self.finalizer
+        self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+
+    def __call__(
+        self, batches: MicroBatchIterator, num_microbatches: int, global_batch_size: int
+    ) -> StepResult:
+        """Train on one global batch.
+
+        Args:
+            batches: this rank's micro-batches.
+            num_microbatches: how many of them make up the step.
+            global_batch_size: samples of the step over all ranks.
+
+        Returns:
+            Losses, norms and statistics of the step.
+
+        Raises:
+            TrainingError: NaN or Inf in the loss or the gradients, with `check_for_nan`.
+        """
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=self.model,
+            num_microbatches=num_microbatches,
+            seq_length=self.shape.sequence_length,
+            micro_batch_size=self.shape.batch_size,
+            forward_only=False,
+        )
+        loss_sum, loss_count = reduce_reports(reports, self.device).tolist()
+        if self.check_for_nan:
+            self._check_finite(loss_sum, batches, global_batch_size)
+        updated, grad_norm, num_zeros = False, None, None
+        if loss_count:
+            updated, grad_norm, num_zeros = self.optimizer.step()
+        self.scheduler.step(increment=global_batch_size)
+        return StepResult(
+            loss_sum=loss_sum,
+            loss_count=loss_count,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            num_zeros_in_grad=None if num_zeros is None else float(num_zeros),
+            updated=bool(updated),
+        )
+
+    def _check_finite(
+        self, loss_sum: float, batches: MicroBatchIterator, global_batch_size: int
+    ) -> None:
+        """Stop every rank when one has a NaN or Inf; name it and the samples it trained on."""
+        bad = torch.zeros(torch.distributed.get_world_size(), device=self.device)
+        bad[torch.distributed.get_rank()] = float(not self.finalizer.local_gradients_finite)
+        torch.distributed.all_reduce(bad)
+        ranks = torch.nonzero(bad).flatten().tolist()
+        if math.isfinite(loss_sum) and not ranks:
+            return
+        first = batches.consumed_samples
+        where = f"samples {first}..{first + global_batch_size - 1}"
+        if ranks:
+            replicas = [parallel_state.get_data_parallel_rank()] * len(bad)
+            torch.distributed.all_gather_object(replicas, replicas[0])
+            listed = "; ".join(f"rank {rank}, data-parallel rank {replicas[rank]}" for rank in ranks)
+            where += f", gradients of {listed}"
+        raise TrainingError(
+            f"NaN or Inf at iteration {batches.iteration}: {where}; lower --lr, look at the data "
+            "of these samples, or pass --no-check-for-nan-in-loss-and-grad to train on"
+        )
