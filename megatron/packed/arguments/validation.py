@@ -90,6 +90,8 @@ def _follow_upstream(config: Config) -> Config:
         implied["attention_softmax_in_fp32"] = True
     if training.bf16:
         implied["accumulate_allreduce_grads_in_fp32"] = True
+    if config.kernels.use_flash_attn and model.attention_backend == "auto":
+        implied["attention_backend"] = "flash"
     if training.recompute_activations:
         implied["recompute_granularity"] = "selective"
     if config.packing.use_packed_sequence:

@@ -77,7 +77,8 @@ def test_packing_implies_what_it_does() -> None:
     assert config == build("--use-packed-sequence --reset-position-ids --eod-mask-loss")
 
 
-def test_recompute_activations_is_an_older_spelling() -> None:
+def test_older_spellings() -> None:
+    assert build("--use-flash-attn").model.attention_backend == "flash"
     assert build("--recompute-activations").training.recompute_granularity == "selective"
 
 

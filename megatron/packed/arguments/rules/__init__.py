@@ -1,0 +1,61 @@
+"""Every rule that ties flags together: one small function each, yielding what is wrong.
+
+A message names the flag and its value, the rule, and a way out. Rules see what was asked for, with
+derived fields filled in; they never change anything. A new rule is a function in the module it
+belongs to, added to the tuple at that module's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron.packed.arguments.config import Config, all_specs
+from megatron.packed.arguments.rules import data, hardware, layout, model, training
+from megatron.packed.errors import ConfigurationError
+
+Rule = Callable[[Config], Iterator[str]]
+
+RULES: tuple[Rule, ...] = layout.RULES + model.RULES + training.RULES + data.RULES
+HARDWARE_RULES: tuple[Rule, ...] = hardware.RULES
+
+
+def check_values(config: Config) -> None:
+    """Check each value by itself: choices, bounds, and flags this build refuses.
+
+    Raises:
+        ConfigurationError: Lists every value that can't be honoured.
+    """
+    problems = []
+    for dest, spec in all_specs().items():
+        value = config.get(dest)
+        if rule := spec.violated_by(value):
+            problems.append(f"{spec.name} {value}: {rule}")
+        elif spec.refused and value != spec.default:
+            problems.append(f"{spec.name} is refused: {spec.refused}")
+    _raise(problems)
+
+
+def check_rules(config: Config) -> None:
+    """Check every rule among flags.
+
+    Raises:
+        ConfigurationError: Lists every broken rule.
+    """
+    _raise([message for rule in RULES for message in rule(config)])
+
+
+def check_hardware_rules(config: Config) -> None:
+    """Check the rules that depend on the accelerator, which is known by now.
+
+    Raises:
+        ConfigurationError: Lists every broken rule.
+    """
+    _raise([message for rule in HARDWARE_RULES for message in rule(config)])
+
+
+def _raise(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise ConfigurationError(problems[0])
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise ConfigurationError(f"{len(problems)} problems in the flags:\n{lines}")

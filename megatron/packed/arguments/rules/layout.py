@@ -1,0 +1,69 @@
+"""Rules on processes and the batch spread over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.packed.arguments.config import Config
+
+
+def launcher_rank(config: Config) -> Iterator[str]:
+    rank, world = config.parallel.rank, config.parallel.world_size
+    if rank >= world:
+        yield (
+            f"environment variable RANK={rank}: must be less than WORLD_SIZE={world}; "
+            "let torchrun set both"
+        )
+
+
+def context_parallelism(config: Config) -> Iterator[str]:
+    size = config.parallel.context_parallel_size
+    if size > 1:
+        yield (
+            f"--context-parallel-size {size}: context parallelism isn't available in this build; "
+            "use --context-parallel-size 1 and spread the model with "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size"
+        )
+
+
+def world_size(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.world_size % parallel.model_parallel_size:
+        yield (
+            f"{parallel.world_size} processes started, which must be a multiple of tensor "
+            f"{parallel.tensor_model_parallel_size} x pipeline "
+            f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} "
+            f"= {parallel.model_parallel_size} parallel processes; change --nproc-per-node or "
+            "--nnodes of torchrun, or the parallel sizes"
+        )
+
+
+def global_batch(config: Config) -> Iterator[str]:
+    size, micro = config.training.global_batch_size, config.training.micro_batch_size
+    replicas = config.parallel.data_parallel_size
+    step = micro * replicas
+    if step and size % step:
+        yield (
+            f"--global-batch-size {size}: must be a multiple of --micro-batch-size {micro} x "
+            f"{replicas} data-parallel replicas = {step}; {-(-size // step) * step} would do"
+        )
+
+
+def overlapped_parameter_gather(config: Config) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.overlap_param_gather and not (
+        parallel.use_distributed_optimizer and parallel.overlap_grad_reduce
+    ):
+        yield (
+            "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce; "
+            "add them or leave it out"
+        )
+
+
+RULES = (
+    launcher_rank,
+    context_parallelism,
+    world_size,
+    global_batch,
+    overlapped_parameter_gather,
+)

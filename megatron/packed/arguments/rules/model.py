@@ -1,0 +1,128 @@
+"""Rules on the model's shape, alone and over its parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.packed.arguments.config import Config
+
+
+def head_width(config: Config) -> Iterator[str]:
+    model = config.model
+    if not config.is_given("kv_channels") and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"--hidden-size {model.hidden_size}: must be a multiple of --num-attention-heads "
+            f"{model.num_attention_heads}; change one, or give --kv-channels"
+        )
+
+
+def heads_over_tensor_parallel(config: Config) -> Iterator[str]:
+    heads, size = config.model.num_attention_heads, config.parallel.tensor_model_parallel_size
+    if heads % size:
+        yield (
+            f"--num-attention-heads {heads}: must be a multiple of --tensor-model-parallel-size "
+            f"{size}; change one of them"
+        )
+
+
+def query_groups(config: Config) -> Iterator[str]:
+    heads, groups = config.model.num_attention_heads, config.model.num_query_groups
+    size = config.parallel.tensor_model_parallel_size
+    if heads % groups:
+        yield (
+            f"--num-query-groups {groups}: must divide --num-attention-heads {heads}; "
+            "every group serves the same number of heads"
+        )
+    elif groups != heads and groups % size and size % groups:
+        yield (
+            f"--num-query-groups {groups}: must be a multiple or a divisor of "
+            f"--tensor-model-parallel-size {size}; change one of them"
+        )
+
+
+def feed_forward_width(config: Config) -> Iterator[str]:
+    width, size = config.model.ffn_hidden_size, config.parallel.tensor_model_parallel_size
+    if width < 1:
+        yield (
+            f"--hidden-size {config.model.hidden_size}: too small for --swiglu's default "
+            "feed-forward width, a multiple of 64; give --ffn-hidden-size"
+        )
+    elif width % size:
+        yield (
+            f"--ffn-hidden-size {width}: must be a multiple of --tensor-model-parallel-size "
+            f"{size}; change one of them"
+        )
+
+
+def layers_over_pipeline(config: Config) -> Iterator[str]:
+    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if layers % stages:
+        yield (
+            f"--num-layers {layers}: must be a multiple of --pipeline-model-parallel-size "
+            f"{stages}; change one of them"
+        )
+
+
+def activation(config: Config) -> Iterator[str]:
+    if config.model.swiglu and config.model.squared_relu:
+        yield "--swiglu and --squared-relu: choose one activation"
+
+
+def flash_attention(config: Config) -> Iterator[str]:
+    backend = config.model.attention_backend
+    if config.kernels.use_flash_attn and backend != "flash":
+        yield (
+            f"--use-flash-attn and --attention-backend {backend}: contradict each other; "
+            "keep the second"
+        )
+
+
+def rotary_embedding(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "rope":
+        if model.use_rope_scaling:
+            yield (
+                "--use-rope-scaling: needs --position-embedding-type rope, not "
+                f"{model.position_embedding_type}; change one of them"
+            )
+        return
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if rotated < 2 or rotated % 2:
+        yield (
+            f"--rotary-percent {model.rotary_percent:g}: rotates {rotated} of "
+            f"{model.kv_channels} channels of a head, which must be an even number above 0; "
+            "change it or --kv-channels"
+        )
+
+
+def position_table(config: Config) -> Iterator[str]:
+    length, rows = config.data.seq_length, config.model.max_position_embeddings
+    if length > rows:
+        yield (
+            f"--seq-length {length}: must be at most --max-position-embeddings {rows}; "
+            "raise the table or shorten the rows"
+        )
+
+
+def sequence_shards(config: Config) -> Iterator[str]:
+    length, size = config.data.seq_length, config.parallel.tensor_model_parallel_size
+    packed = config.packing.use_packed_sequence  # packs are padded to the size
+    if config.parallel.sequence_parallel and not packed and length % size:
+        yield (
+            f"--seq-length {length}: must be a multiple of --tensor-model-parallel-size {size} "
+            "with --sequence-parallel; change it, or leave --sequence-parallel out"
+        )
+
+
+RULES = (
+    head_width,
+    heads_over_tensor_parallel,
+    query_groups,
+    feed_forward_width,
+    layers_over_pipeline,
+    activation,
+    flash_attention,
+    rotary_embedding,
+    position_table,
+    sequence_shards,
+)

@@ -1,0 +1,106 @@
+"""Rules on precision, recomputation and the schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.packed.arguments.config import Config
+
+
+def precision(config: Config) -> Iterator[str]:
+    if config.model.fp32_residual_connection and not config.training.bf16:
+        yield "--fp32-residual-connection: needs --bf16; in fp32 the residual is fp32 already"
+
+
+def recompute(config: Config) -> Iterator[str]:
+    training = config.training
+    granularity, method = training.recompute_granularity, training.recompute_method
+    layers = training.recompute_num_layers
+    if granularity == "full":
+        if method is None or layers is None:
+            yield (
+                "--recompute-granularity full: needs --recompute-method and "
+                "--recompute-num-layers; 'uniform' and 1 save the most memory"
+            )
+        else:
+            stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+            if layers > stage:
+                yield (
+                    f"--recompute-num-layers {layers}: a pipeline stage has {stage} layers; "
+                    "use at most that many"
+                )
+    elif method is not None or layers is not None:
+        yield (
+            "--recompute-method and --recompute-num-layers: need --recompute-granularity full, "
+            f"not {granularity or 'none'}; leave them out or ask for full"
+        )
+
+
+def learning_rate(config: Config) -> Iterator[str]:
+    optimization = config.optimization
+    if optimization.min_lr > optimization.lr:
+        yield f"--min-lr {optimization.min_lr:g}: must be at most --lr {optimization.lr:g}"
+    if optimization.lr_warmup_init > optimization.lr:
+        yield (
+            f"--lr-warmup-init {optimization.lr_warmup_init:g}: must be at most --lr "
+            f"{optimization.lr:g}; warm-up rises"
+        )
+
+
+def warmup(config: Config) -> Iterator[str]:
+    optimization = config.optimization
+    fraction, iterations = optimization.lr_warmup_fraction, optimization.lr_warmup_iters
+    if fraction is not None and iterations:
+        yield (
+            f"--lr-warmup-fraction {fraction:g} and --lr-warmup-iters {iterations}: "
+            "exclude each other; keep one"
+        )
+    elif optimization.warmup_iters >= optimization.lr_decay_iters:
+        yield (
+            f"warm-up of {optimization.warmup_iters:g} iterations: must be shorter than "
+            f"--lr-decay-iters {optimization.lr_decay_iters} (default --train-iters); shorten "
+            "--lr-warmup-iters or --lr-warmup-fraction"
+        )
+
+
+def final_decay(config: Config) -> Iterator[str]:
+    optimization = config.optimization
+    final = optimization.lr_wsd_decay_iters
+    if optimization.lr_decay_style != "WSD":
+        if final is not None:
+            yield f"--lr-wsd-decay-iters {final}: needs --lr-decay-style WSD"
+    elif final is None:
+        yield "--lr-decay-style WSD: needs --lr-wsd-decay-iters, the length of its final phase"
+    elif final > optimization.lr_decay_iters:
+        yield (
+            f"--lr-wsd-decay-iters {final}: must be at most --lr-decay-iters "
+            f"{optimization.lr_decay_iters}"
+        )
+
+
+def weight_decay(config: Config) -> Iterator[str]:
+    start, end = config.optimization.start_weight_decay, config.optimization.end_weight_decay
+    given = [dest for dest in ("start_weight_decay", "end_weight_decay") if config.is_given(dest)]
+    if config.optimization.weight_decay_incr_style == "constant":
+        if given:
+            yield (
+                "--start-weight-decay and --end-weight-decay: need --weight-decay-incr-style "
+                "linear or cosine; for a constant one give --weight-decay"
+            )
+    elif len(given) < 2:
+        yield (
+            f"--weight-decay-incr-style {config.optimization.weight_decay_incr_style}: needs "
+            "--start-weight-decay and --end-weight-decay"
+        )
+    elif end < start:
+        yield f"--end-weight-decay {end:g}: must be at least --start-weight-decay {start:g}"
+
+
+RULES = (
+    precision,
+    recompute,
+    learning_rate,
+    warmup,
+    final_decay,
+    weight_decay,
+)
