@@ -6,15 +6,14 @@ import os
 import sys
 
 from megatron.packed.arguments import parse_arguments, validate
-from megatron.packed.cli import available_accelerator, user_errors
+from megatron.packed.cli import user_errors
 
 
 def main() -> None:
     """Read the command line, build the run, train, evaluate."""
-    parsed = parse_arguments(sys.argv[1:], os.environ)
-    config = validate(parsed, accelerator=available_accelerator(parsed.runtime.accelerator))
+    config = validate(parse_arguments(sys.argv[1:], os.environ))
 
-    # Heavy imports wait until the command line is known to be right.
+    # torch and megatron-core load once the command line is known to be right.
     from megatron.packed.training import environment, setup
 
     with environment.running(config) as this_process:

@@ -1,9 +1,8 @@
-"""What programs do around their work: look for hardware, turn errors into messages."""
+"""What programs do around their work: turn a user's mistake into a message."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -13,24 +12,6 @@ from megatron.packed.errors import ConfigurationError, DataError, TrainingError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-
-
-def available_accelerator(requested: str) -> str:
-    """What `--accelerator auto` means on this machine.
-
-    Args:
-        requested: value of `--accelerator`.
-
-    Returns:
-        `cuda` or `cpu`.
-    """
-    if requested != "auto":
-        return requested
-    if importlib.util.find_spec("torch") is None:
-        return "cpu"
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _is_first_rank() -> bool:

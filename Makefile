@@ -1,0 +1,77 @@
+# One environment, built once: `make demo`, `make test` and friends start from a fresh clone.
+#
+#   make demo        corpus, tokenizer, preprocessing, training on 2 CPU processes, loss curve
+#   make test        the test suite
+#   make lint        ruff and mypy
+#   make PYTHON=...  another interpreter (default python3.11)
+#
+# EXTRAS and PIP_ARGS reach pip, for example EXTRAS=test,bench or PIP_ARGS="--no-index ...".
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+EXTRAS ?= test
+PIP_ARGS ?=
+DEMO ?= demo
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
+comma := ,
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-full lint asan clean
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# Build tools are installed first and isolation is off, so that nothing is downloaded twice.
+$(INSTALLED): $(SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "setuptools>=69" wheel "pybind11>=2.12" numpy
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-build-isolation --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# ---- demo -------------------------------------------------------------------------------------
+
+$(DEMO)/corpus.jsonl: | $(INSTALLED)
+	$(BIN)/python tools/make_corpus.py --output $@
+
+$(DEMO)/tokenizer/tokenizer.json: $(DEMO)/corpus.jsonl
+	$(BIN)/python tools/train_tokenizer.py --input $< --output $(DEMO)/tokenizer \
+	    --vocab-size 4096 --limit-bytes 8000000
+
+$(DEMO)/corpus_text_document.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer/tokenizer.json
+	$(BIN)/python tools/preprocess_data.py --input $< --output-prefix $(DEMO)/corpus \
+	    --tokenizer-type HuggingFaceTokenizer --tokenizer-model $(DEMO)/tokenizer \
+	    --append-eod --workers 2
+
+$(DEMO)/loss.png: $(DEMO)/corpus_text_document.idx
+	PATH="$(abspath $(BIN)):$$PATH" DEMO="$(DEMO)" bash examples/train_demo_cpu.sh
+	$(BIN)/python tools/plot_loss.py --tensorboard-dir $(DEMO)/tensorboard --output $@
+
+demo: $(DEMO)/loss.png
+	@echo "loss curve: $(DEMO)/loss.png    TensorBoard: $(BIN)/tensorboard --logdir $(DEMO)/tensorboard"
+
+# ---- checks -----------------------------------------------------------------------------------
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-full: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) ruff mypy types-PyYAML
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy megatron/packed pretrain_gpt.py
+
+# The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
+asan: $(INSTALLED)
+	MEGATRON_PACKED_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext \
+	    --build-lib build/asan --build-temp build/asan-temp --force
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	    MEGATRON_PACKED_EXTENSION_DIR=build/asan $(BIN)/python -m pytest tests/unit/packing
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info megatron/packed/*.so .pytest_cache .hypothesis
