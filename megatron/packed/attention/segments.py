@@ -82,15 +82,15 @@ def build_segment_layout(
                 f"{end}: boundaries must ascend"
             )
         end = start + length
+        if end > rows * row_length:
+            raise ValueError(
+                f"a segment ends at slot {end}, but the stream has {rows} x {row_length} slots"
+            )
         if start // row_length != (end - 1) // row_length:
             raise ValueError(
                 f"segment of {length} tokens at slot {start} crosses the end of a row of "
                 f"{row_length} slots: cut segments at row ends"
             )
-    if end > rows * row_length:
-        raise ValueError(
-            f"segments end at slot {end}, but the stream has {rows} x {row_length} slots"
-        )
     return SegmentLayout(
         rows=rows,
         row_length=row_length,

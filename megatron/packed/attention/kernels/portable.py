@@ -38,7 +38,9 @@ def segment_attention(
             enable_gqa=heads != k.shape[1],
         )
         outputs.append(attended.squeeze(0).transpose(0, 1))
-    return torch.cat(outputs).view(rows, row_length, heads, -1)
+    out = torch.cat(outputs).view(rows, row_length, heads, -1)
+    # Sums of nothing: a stream without segments still has (zero) gradients.
+    return out + sum(x[..., :0].sum() for x in (query, key, value)) if not layout.starts else out
 
 
 def _piece_sizes(layout: SegmentLayout) -> list[int]:
