@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Read when torch is imported, which is later: tests share the cores with the ranks of the pools.
-for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+# Read when torch is imported, which is later. Tests share the cores with the ranks of the pools.
+# Training on CPU is eager, and tests are, too, in whatever order a test module imports things:
+# compiling one fused function of megatron-core takes fifteen seconds.
+for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHDYNAMO_DISABLE"):
     os.environ.setdefault(_variable, "1")
 
 SEED = 1234

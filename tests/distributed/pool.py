@@ -41,8 +41,11 @@ _WORKER_MODULE = "tests.distributed.worker"
 _GRACE = 1.0
 
 # What every rank sees whatever the parent's environment says: CPU only, one thread per rank
-# (ranks share the cores), and gloo on the loopback device so that no host name is resolved.
+# (ranks share the cores), gloo on the loopback device so that no host name is resolved, and no
+# torch.compile: the CPU facade turns it off as well, but only for modules imported after it, and
+# here megatron-core comes first.
 FIXED_ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "MKL_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from tests.distributed.pool import (
@@ -112,6 +113,10 @@ def _inspect() -> dict[str, object]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
     assert parallel_state.get_data_parallel_world_size() == dist.get_world_size()
     return before
+
+
+def _is_compiled() -> bool:
+    return hasattr(bias_swiglu, "_torchdynamo_orig_callable")
 
 
 def _draw() -> tuple[float, float, float]:
@@ -242,6 +247,10 @@ def test_environment_follows_the_test(
     ]
     monkeypatch.delenv("POOL_PROBE")
     assert worker_pool(2).run(_environment, "POOL_PROBE")[0][0] is None
+
+
+def test_nothing_is_compiled(worker_pool: WorkerPools) -> None:
+    assert worker_pool(1).run(_is_compiled) == [False]
 
 
 def test_many_calls_leak_nothing(worker_pool: WorkerPools) -> None:
