@@ -1,7 +1,11 @@
-"""What is in a `.bin/.idx` pair, read with distrust.
+"""The `.bin/.idx` pair: written as a stream, read with distrust.
 
 megatron-core's reader asserts the magic number and trusts the rest; a pair cut short by a full
-disk then fails deep inside a data worker, or not at all.
+disk then fails deep inside a data worker, or not at all. Its writer imports torch and half of
+megatron-core; the one here writes the same bytes and needs numpy alone.
+
+Format, little-endian: 9 bytes magic, uint64 version, uint8 dtype code, uint64 sequences, uint64
+document boundaries; int32 lengths, int64 byte offsets into the .bin file, int64 boundaries.
 
 Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`
 """
@@ -15,6 +19,7 @@ from pathlib import Path
 
 import numpy
 
+from megatron.packed.data.files import temporary_name
 from megatron.packed.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -54,6 +59,65 @@ class IndexedCorpus:
         byte = place * self.tokens.itemsize
         document = int(numpy.searchsorted(self.sequence_pointers, byte, side="right")) - 1
         return document, place - int(self.sequence_pointers[document]) // self.tokens.itemsize
+
+
+class CorpusWriter:
+    """Writes a corpus under temporary names; `files.publish` makes it visible.
+
+    Args:
+        prefix: final path without .bin/.idx.
+        dtype: dtype of the token ids.
+    """
+
+    def __init__(self, prefix: str, dtype: type) -> None:
+        self.prefix = prefix
+        self.dtype = numpy.dtype(dtype)
+        self.tokens = 0
+        # The index goes last: a reader that finds it finds the tokens too.
+        self.files = [
+            (temporary_name(path), path) for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
+        ]
+        self._stream = open(self.files[0][0], "wb")  # noqa: SIM115
+        self._lengths: list[numpy.ndarray] = []
+        self._document_sizes: list[numpy.ndarray] = []
+
+    def add(
+        self,
+        tokens: numpy.ndarray,
+        sequence_lengths: numpy.ndarray,
+        sequences_per_document: numpy.ndarray,
+    ) -> None:
+        """Append documents.
+
+        Args:
+            tokens: `[all tokens]` in the writer's dtype.
+            sequence_lengths: int32 `[sequences]`, tokens of each.
+            sequences_per_document: int64 `[documents]`, sequences of each; may be 0.
+        """
+        self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._lengths.append(sequence_lengths.astype(numpy.int32, copy=False))
+        self._document_sizes.append(sequences_per_document.astype(numpy.int64, copy=False))
+        self.tokens += len(tokens)
+
+    def finalize(self) -> list[tuple[Path, Path]]:
+        """Write the index; returns (temporary, final) names, the index last."""
+        self._stream.close()
+        lengths = numpy.concatenate([numpy.empty(0, numpy.int32), *self._lengths])
+        steps = lengths.astype(numpy.int64) * self.dtype.itemsize
+        documents = numpy.concatenate([numpy.zeros(1, numpy.int64), *self._document_sizes])
+        code = next(code for code, dtype in _TOKEN_DTYPES.items() if dtype == self.dtype.type)
+        with open(self.files[1][0], "wb") as stream:
+            stream.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(documents)))
+            stream.write(lengths.tobytes())
+            stream.write((numpy.cumsum(steps) - steps).tobytes())
+            stream.write(numpy.cumsum(documents).tobytes())
+        return self.files
+
+    def discard(self) -> None:
+        """Remove what is left under temporary names."""
+        self._stream.close()
+        for temporary, _ in self.files:
+            temporary.unlink(missing_ok=True)
 
 
 def inspect_corpus(flag: str, prefix: str) -> IndexedCorpus:
