@@ -14,8 +14,44 @@ piece covers is padding. One list of pieces drives tokens, labels, masks, positi
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron.packed.packing.reference_packers import (
+    best_fit,
+    best_fit_decreasing,
+    greedy_workload,
+    next_fit,
+)
+from megatron.packed.packing.reference_partition import (
+    chunk_areas,
+    dispatch_ranks,
+    expand_runs,
+    inverse_permutation,
+    zigzag_runs,
+)
+
+__all__ = [
+    "best_fit",
+    "best_fit_decreasing",
+    "chunk_areas",
+    "dispatch_ranks",
+    "document_ids",
+    "expand_runs",
+    "gather",
+    "greedy_workload",
+    "held_mask",
+    "held_weights",
+    "inverse_permutation",
+    "layout",
+    "next_fit",
+    "pieces",
+    "position_ids",
+    "scan",
+    "zigzag_runs",
+]
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -123,6 +159,16 @@ def pieces(
     return np.stack([destination[first], segment[first], inside[first], size], axis=1)
 
 
+def _output(out: Any, size: int, dtype: type, fill: int) -> Any:
+    """The caller's buffer, or a new one, filled."""
+    if out is None:
+        return np.full(size, fill, dtype=dtype)
+    if out.dtype != dtype or out.shape != (size,):
+        raise ValueError(f"out: needs {np.dtype(dtype)} of {size} values")
+    out[:] = fill
+    return out
+
+
 def _expand(piece: Int64, step: int) -> tuple[Int64, Int64, Int64]:
     """Destination, segment and position in the segment of every real output token."""
     count = piece[:, 3]
@@ -145,6 +191,7 @@ def gather(
     shift: int,
     size: int,
     fill: int,
+    out: Int64 | None = None,
 ) -> Int64:
     """Gather the token `shift` places after each position of its own segment.
 
@@ -159,11 +206,12 @@ def gather(
         shift: 0 for the tokens themselves, `1 + k` for targets of depth k.
         size: output length T.
         fill: value where the segment has no such token, and in padding.
+        out: int64 `[T]` to write into, or None for a new array.
 
     Returns:
         int64 `[T]`.
     """
-    out = np.full(size, fill, dtype=np.int64)
+    out = _output(out, size, np.int64, fill)
     destination, segment, position = _expand(piece, step)
     held = position + shift < extents[segment]
     destination, segment, position = destination[held], segment[held], position[held]
@@ -179,25 +227,36 @@ def gather(
     return out
 
 
-def held_mask(extents: Int64, piece: Int64, step: int, shift: int, size: int) -> NDArray[np.bool_]:
+def held_mask(
+    extents: Int64, piece: Int64, step: int, shift: int, size: int, out: Any = None
+) -> NDArray[np.bool_]:
     """Positions whose segment holds the token `shift` places on: bool `[T]`."""
-    out = np.zeros(size, dtype=bool)
+    out = _output(out, size, np.bool_, 0)
     destination, segment, position = _expand(piece, step)
     out[destination] = position + shift < extents[segment]
     return out
 
 
-def position_ids(piece: Int64, step: int, size: int) -> Int64:
+def held_weights(
+    extents: Int64, piece: Int64, step: int, shift: int, size: int, out: Any = None
+) -> NDArray[np.float32]:
+    """`held_mask` as 0.0 and 1.0: float32 `[T]`."""
+    out = _output(out, size, np.float32, 0)
+    out[:] = held_mask(extents, piece, step, shift, size)
+    return out
+
+
+def position_ids(piece: Int64, step: int, size: int, out: Any = None) -> Int64:
     """Position of each token in its segment, 0 in padding: int64 `[T]`."""
-    out = np.zeros(size, dtype=np.int64)
+    out = _output(out, size, np.int64, 0)
     destination, _, position = _expand(piece, step)
     out[destination] = position
     return out
 
 
-def document_ids(piece: Int64, size: int) -> Int32:
+def document_ids(piece: Int64, size: int, out: Any = None) -> Int32:
     """Segment number of each token, -1 in padding: int32 `[T]`."""
-    out = np.full(size, -1, dtype=np.int32)
+    out = _output(out, size, np.int32, -1)
     destination, segment, _ = _expand(piece, 1)
     out[destination] = segment
     return out
