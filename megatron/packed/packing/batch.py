@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron.packed.packing.plan import Partition, PackPlan, PackStatistics, PackView
+from megatron.packed.packing.plan import PackPlan, PackStatistics, PackView, PartitionLike
 
 
 @dataclass
@@ -45,7 +45,7 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
     valid_tokens_per_row: np.ndarray | None = None
     valid_local_token_mask: Tensor | None = None
     position_ids: Tensor | None = None
-    partition: Partition | None = None
+    partition: PartitionLike | None = None
     cp_rank: int = 0
 
     @property
@@ -65,7 +65,7 @@ def _tensor(array: np.ndarray) -> Tensor:
 
 
 def packed_seq_params(
-    plan: PackPlan, view: PackView | None = None, *, partition: Partition | None = None, rank: int = 0
+    plan: PackPlan, view: PackView | None = None, *, partition: PartitionLike | None = None, rank: int = 0
 ) -> PackedSeqParamsWithValidTokens:
     """Build the parameters of a pack.
 
@@ -147,7 +147,7 @@ class PackedBatch:
         rows: Any,
         *,
         mtp_depths: int = 0,
-        partition: Partition | None = None,
+        partition: PartitionLike | None = None,
         rank: int = 0,
     ) -> PackedBatch:
         """Gather everything a step reads.

@@ -37,7 +37,7 @@ Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
 
 
-class Partition(Protocol):
+class PartitionLike(Protocol):
     """What a plan needs to know of a partition: the runs of positions that a rank holds."""
 
     total_tokens: int
@@ -231,7 +231,7 @@ class PackPlan:
         """Targets of a depth: int64 `[T]`. See `PackView.gather_labels`."""
         return self.full.gather_labels(rows, depth, fill=fill)
 
-    def local(self, partition: Partition, rank: int) -> PackView:
+    def local(self, partition: PartitionLike, rank: int) -> PackView:
         """One context-parallel rank's share, gathered straight from the raw rows.
 
         Args:
