@@ -38,7 +38,7 @@ $(DEMO)/corpus.jsonl: | $(INSTALLED)
 
 $(DEMO)/tokenizer/tokenizer.json: $(DEMO)/corpus.jsonl
 	$(BIN)/python tools/train_tokenizer.py --input $< --output $(DEMO)/tokenizer \
-	    --vocab-size 4096 --limit-bytes 8000000
+	    --vocab-size 8192 --limit-bytes 8000000
 
 $(DEMO)/corpus_text_document.idx: $(DEMO)/corpus.jsonl $(DEMO)/tokenizer/tokenizer.json
 	$(BIN)/python tools/preprocess_data.py --input $< --output-prefix $(DEMO)/corpus \

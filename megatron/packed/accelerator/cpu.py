@@ -230,7 +230,11 @@ def _install_core_random() -> None:
 
 
 def install() -> None:
-    """Give `torch.cuda` its CPU meaning in this process; calling it again does nothing."""
+    """Give `torch.cuda` its CPU meaning in this process; calling it again does nothing.
+
+    Call it before megatron-core is imported: functions that its modules have wrapped in
+    torch.compile by then would still be compiled.
+    """
     if getattr(torch, _MARKER, False):
         return
     setattr(torch, _MARKER, True)

@@ -37,7 +37,9 @@ class Accelerator:
         return f"CPU, {torch.get_num_threads()} thread(s) per process, {self.backend}"
 
 
-def select_accelerator(requested: str, local_rank: int = 0) -> Accelerator:
+def select_accelerator(
+    requested: str, local_rank: int = 0, backend: str = "nccl"
+) -> Accelerator:
     """Pick the accelerator and prepare this process for it.
 
     Must run before the first megatron-core module is imported: on a CPU it installs the
@@ -46,6 +48,7 @@ def select_accelerator(requested: str, local_rank: int = 0) -> Accelerator:
     Args:
         requested: the value of `--accelerator`: `auto`, `cuda` or `cpu`.
         local_rank: rank of this process on its node; selects the CUDA device.
+        backend: the value of `--distributed-backend`; a CPU always takes gloo.
 
     Returns:
         The accelerator of this process.
@@ -77,4 +80,4 @@ def select_accelerator(requested: str, local_rank: int = 0) -> Accelerator:
             f"{torch.cuda.device_count()}; start at most one process per device"
         )
     torch.cuda.set_device(local_rank)
-    return Accelerator("cuda", torch.device("cuda", local_rank), "nccl")
+    return Accelerator("cuda", torch.device("cuda", local_rank), backend)

@@ -122,8 +122,7 @@ def build_model(
     config: Config, accelerator: Accelerator, *, vocab_size: int, padded_vocab_size: int
 ) -> tuple[DistributedDataParallel, TransformerConfig]:
     """Build and wrap this rank's stage; returns it with the TransformerConfig it runs under."""
-    fuse = accelerator.name == "cuda"
-    transformer_config = build_transformer_config(config, fuse_kernels=fuse)
+    transformer_config = build_transformer_config(config)
     model = build_gpt_model(
         config,
         transformer_config,

@@ -40,13 +40,21 @@ def _activation(config: Config) -> dict[str, Any]:
     return {"activation_func": F.gelu}
 
 
-def build_transformer_config(config: Config, *, fuse_kernels: bool) -> TransformerConfig:
+def _fuses_activation(config: Config) -> bool:
+    """Whether core's fused bias-activation kernel exists for this model and is wanted."""
+    kernels = config.kernels
+    if config.model.squared_relu:
+        return False
+    if config.model.swiglu:
+        return kernels.bias_swiglu_fusion
+    return kernels.bias_gelu_fusion and config.model.add_bias_linear
+
+
+def build_transformer_config(config: Config) -> TransformerConfig:
     """Translate a validated configuration.
 
     Args:
-        config: the run's configuration.
-        fuse_kernels: use core's jit-fused element-wise kernels (CUDA only: on a CPU they would be
-            compiled for minutes, and the CPU has kernels of its own).
+        config: the run's configuration; on a CPU its kernel flags are off already.
 
     Returns:
         The TransformerConfig that every layer and schedule of megatron-core reads.
@@ -90,11 +98,11 @@ def build_transformer_config(config: Config, *, fuse_kernels: bool) -> Transform
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
-        bias_activation_fusion=fuse_kernels,
-        bias_dropout_fusion=fuse_kernels,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        bias_activation_fusion=_fuses_activation(config),
+        bias_dropout_fusion=config.kernels.bias_dropout_fusion,
+        masked_softmax_fusion=config.kernels.masked_softmax_fusion,
+        persist_layer_norm=config.kernels.persist_layer_norm,
+        gradient_accumulation_fusion=config.kernels.gradient_accumulation_fusion,
         # Our rotary lookup is already one fused pass per micro-batch.
         apply_rope_fusion=False,
         batch_p2p_comm=False,

@@ -129,7 +129,9 @@ def start(config: Config) -> Environment:
     """
     parallel = config.parallel
     quiet_libraries(parallel.rank)
-    accelerator = select_accelerator(config.runtime.accelerator, parallel.local_rank)
+    accelerator = select_accelerator(
+        config.runtime.accelerator, parallel.local_rank, parallel.distributed_backend
+    )
     if accelerator.name == "cpu" and config.runtime.threads:
         torch.set_num_threads(config.runtime.threads)
     if config.training.deterministic_mode:

@@ -5,37 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 
 import torch
 
 from megatron.packed.arguments import Config
-from megatron.packed.errors import DataError
 from megatron.packed.training.batches import BatchStatistics
 from megatron.packed.training.environment import print_rank_0
 from megatron.packed.training.evaluation import EvaluationResult
 from megatron.packed.training.flops import FlopsCounter
+from megatron.packed.training.memory import memory_counters
 from megatron.packed.training.step import StepResult
-
-
-def open_tensorboard(config: Config, rank: int) -> Any | None:
-    """Open the TensorBoard folder on the rank that writes it.
-
-    Raises:
-        DataError: the folder can't be written.
-    """
-    folder = config.logging.tensorboard_dir
-    if folder is None or rank != 0:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    try:
-        return SummaryWriter(log_dir=folder, max_queue=config.logging.tensorboard_queue_size)
-    except OSError as error:
-        raise DataError(
-            f"--tensorboard-dir {folder}: can't be written ({error.strerror}); choose another "
-            "folder or leave the flag out"
-        ) from error
+from megatron.packed.training.writers import ScalarWriters
 
 
 @dataclass(frozen=True)
@@ -63,13 +43,14 @@ class Reporter:
         config: the run's configuration.
         flops: operation counter of the model.
         gemm_peak: FLOP/s that one process reaches in a matrix product.
-        writer: TensorBoard writer of rank 0; None elsewhere or without a folder.
+        writers: where curves go.
+        device: device of this rank.
     """
 
     config: Config
     flops: FlopsCounter
     gemm_peak: float
-    writer: Any | None
+    writers: ScalarWriters
     device: torch.device
     skipped_iterations: int = 0
     nan_iterations: int = 0
@@ -85,14 +66,15 @@ class Reporter:
         self.skipped_iterations += not step.updated
         self.nan_iterations += step.loss_count > 0 and step.loss != step.loss
         due = iteration % self.config.logging.tensorboard_log_interval == 0
-        if self.writer is not None and due:
+        if self.writers and due:
             self._write_step(step, iteration, consumed_samples, learning_rate)
 
     def _write_step(
         self, step: StepResult, iteration: int, consumed_samples: int, learning_rate: float
     ) -> None:
-        add = self.writer.add_scalar  # type: ignore[union-attr]
-        if self.config.logging.log_learning_rate_to_tensorboard:
+        add = self.writers.add_scalar
+        logging = self.config.logging
+        if logging.log_learning_rate_to_tensorboard:
             add("learning-rate", learning_rate, iteration)
             add("learning-rate vs samples", learning_rate, consumed_samples)
         add("batch-size", self.config.training.global_batch_size, iteration)
@@ -104,6 +86,11 @@ class Reporter:
             add("grad-norm vs samples", step.grad_norm, consumed_samples)
         if step.num_zeros_in_grad is not None:
             add("num-zeros", step.num_zeros_in_grad, iteration)
+        if logging.log_world_size_to_tensorboard:
+            add("world-size", self.config.parallel.world_size, iteration)
+        if logging.log_memory_to_tensorboard:
+            for name, value in memory_counters(self.device).items():
+                add(name, value, iteration)
 
     def restart_clock(self) -> None:
         """Leave out what happened since the last line, an evaluation say, of the next timing."""
@@ -150,7 +137,7 @@ class Reporter:
             self._iteration_line(iteration, consumed_samples, learning_rate, speed, params_norm)
         )
         print_rank_0(self._packing_line(statistics, speed))
-        if self.writer is not None:
+        if self.writers:
             self._write_interval(iteration, statistics, speed, params_norm)
         self._steps.clear()
         self.skipped_iterations = self.nan_iterations = 0
@@ -220,8 +207,6 @@ class Reporter:
         params_norm: float | None,
     ) -> None:
         values = {
-            "iteration-time": speed.seconds_per_iteration,
-            "throughput": speed.flops_per_rank / 1e12,
             "tokens-per-second": speed.tokens_per_second,
             "mfu": speed.mfu,
             "packing/segments-per-pack": statistics.segments / max(statistics.packs, 1),
@@ -229,10 +214,14 @@ class Reporter:
             "packing/padded-tokens": statistics.padded_tokens / len(self._steps),
             "packing/supervised-tokens": statistics.supervised_tokens / len(self._steps),
         }
+        if self.config.logging.log_timers_to_tensorboard:
+            values["iteration-time"] = speed.seconds_per_iteration
+        if self.config.logging.log_throughput:
+            values["throughput"] = speed.flops_per_rank / 1e12
         if params_norm is not None:
             values["params-norm"] = params_norm
         for name, value in values.items():
-            self.writer.add_scalar(name, value, iteration)  # type: ignore[union-attr]
+            self.writers.add_scalar(name, value, iteration)
 
     def report_evaluation(
         self, result: EvaluationResult, split: str, where: str, iteration: int, samples: int
@@ -253,14 +242,13 @@ class Reporter:
         print_rank_0("-" * len(line))
         print_rank_0(line)
         print_rank_0("-" * len(line))
-        if self.writer is None:
-            return
-        self.writer.add_scalar(f"lm loss {split}", result.loss, iteration)
-        self.writer.add_scalar(f"lm loss {split} vs samples", result.loss, samples)
+        add = self.writers.add_scalar
+        add(f"lm loss {split}", result.loss, iteration)
+        add(f"lm loss {split} vs samples", result.loss, samples)
         if self.config.logging.log_validation_ppl_to_tensorboard:
-            self.writer.add_scalar(f"lm loss {split} ppl", result.perplexity, iteration)
+            add(f"lm loss {split} ppl", result.perplexity, iteration)
+            add(f"lm loss {split} ppl vs samples", result.perplexity, samples)
 
     def close(self) -> None:
-        """Flush what TensorBoard holds."""
-        if self.writer is not None:
-            self.writer.close()
+        """Write out what the writers hold back."""
+        self.writers.close()

@@ -18,8 +18,9 @@ from megatron.packed.training.loop import (
     step_shape,
 )
 from megatron.packed.training.optimization import build_optimizer, build_scheduler
-from megatron.packed.training.reporting import Reporter, open_tensorboard
+from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.step import TrainStep
+from megatron.packed.training.writers import ScalarWriters, open_writers
 
 
 def print_banner(config: Config, environment: Environment) -> None:
@@ -66,7 +67,9 @@ def _build_step(
     )
 
 
-def _build_reporter(config: Config, environment: Environment, padded_vocab: int) -> Reporter:
+def _build_reporter(
+    config: Config, environment: Environment, writers: ScalarWriters, padded_vocab: int
+) -> Reporter:
     size = 8192 if environment.accelerator.name == "cuda" else 1024
     # All ranks measure at once: they share the machine in training too.
     torch.distributed.barrier()
@@ -75,7 +78,7 @@ def _build_reporter(config: Config, environment: Environment, padded_vocab: int)
         config=config,
         flops=FlopsCounter.from_config(config.model, padded_vocab),
         gemm_peak=peak,
-        writer=open_tensorboard(config, environment.rank),
+        writers=writers,
         device=environment.accelerator.device,
     )
 
@@ -94,6 +97,7 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
         ConfigurationError: flags that can't be honoured.
         DataError: corpora, tokenizer or folders that can't be used.
     """
+    writers = open_writers(config, environment.rank)
     tokenizer = build_tokenizer(config.data)
     padded_vocab = _padded_vocab(config, tokenizer)
     print_rank_0(f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab}")
@@ -101,5 +105,5 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
     progress = Progress()
     splits = build_splits(config, environment, tokenizer, progress)
     step = _build_step(config, environment, tokenizer, padded_vocab)
-    reporter = _build_reporter(config, environment, padded_vocab)
+    reporter = _build_reporter(config, environment, writers, padded_vocab)
     return Trainer(config, environment, step, splits, reporter, progress)
