@@ -7,16 +7,17 @@ these names only when complete.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 
 import numpy
@@ -103,6 +104,7 @@ class Encoder:
         )
 
 
+# One a worker process: a pool has no other place for what its initializer makes.
 _worker_encoder: Encoder | None = None
 
 
@@ -113,6 +115,16 @@ def _start_worker(encoder: Encoder) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    # A pool's workers outlive a parent that was killed: they wait on a queue whose other end they
+    # hold open themselves.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_in_worker(lines: list[JsonLine]) -> dict[str, EncodedChunk]:
@@ -156,9 +168,9 @@ def encode_all(
             yield chunk, encoder.encode(chunk)
         return
     # fork passes the tokenizer on for free and is safe here: no thread runs yet.
-    method = "fork" if "fork" in get_all_start_methods() else "spawn"
+    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     pool = ProcessPoolExecutor(
-        workers, get_context(method), initializer=_start_worker, initargs=(encoder,)
+        workers, multiprocessing.get_context(method), initializer=_start_worker, initargs=(encoder,)
     )
     waiting: deque[tuple[list[JsonLine], Future]] = deque()
     try:

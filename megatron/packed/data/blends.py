@@ -150,7 +150,7 @@ def check_split_string(split: str) -> None:
     Raises:
         ConfigurationError: if it is not one to three proportions with a positive first one.
     """
-    shares = [_number(word) for word in re.split(r"[,/\s]+", split.strip())]
+    shares = [_number(word) for word in re.split(r"\s*[,/]\s*|\s+", split.strip())]
     if (
         not 1 <= len(shares) <= 3
         or any(share is None or not 0 <= share < float("inf") for share in shares)

@@ -78,8 +78,7 @@ class ByteTokenizer(PackedTokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """UTF-8 bytes of `text`."""
-        # Lone surrogates can arrive through JSON escapes; they have no UTF-8 of their own.
-        return list(text.encode("utf-8", errors="replace"))
+        return list(encodable(text).encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of the byte ids; EOD and PAD are left out."""
@@ -175,12 +174,13 @@ class HuggingFaceTokenizer(PackedTokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of `text`."""
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(encodable(text)).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts in one call of the library."""
         # encode_batch_fast leaves out the character offsets, which nothing here reads.
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        clean = [encodable(text) for text in texts]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(clean)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -238,6 +238,19 @@ def build_tokenizer(options: TokenizerOptions) -> PackedTokenizer:
             f"--tokenizer-type {options.tokenizer_type} is unknown; it must be one of {known}"
         )
     return builder(options)
+
+
+def encodable(text: str) -> str:
+    """The text with "?" for lone surrogates, which JSON escapes can carry and UTF-8 can't.
+
+    Args:
+        text: any string.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
 
 
 def padded_vocab_size(
