@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.distributed.corpora import short_documents, write_byte_corpus
 from tests.distributed.pool import WorkerPools, start_fork_server
 
 
@@ -21,3 +22,14 @@ def worker_pool() -> Iterator[WorkerPools]:
     pools = WorkerPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def data_flags(corpus_documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags that read real text, bytes as tokens, about three documents in 128 tokens."""
+    folder = tmp_path_factory.mktemp("byte-corpus")
+    prefix = write_byte_corpus(folder / "text", short_documents(corpus_documents))
+    return (
+        f"--data-path {prefix} --data-cache-path {folder / 'cache'} --split 90,5,5 "
+        "--tokenizer-type ByteTokenizer --num-workers 0"
+    )
