@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -152,7 +152,7 @@ def chunked(lines: JsonLines) -> Iterator[list[JsonLine]]:
 
 def encode_all(
     encoder: Encoder, lines: JsonLines, workers: int
-) -> Iterator[tuple[list[JsonLine], dict[str, EncodedChunk]]]:
+) -> Generator[tuple[list[JsonLine], dict[str, EncodedChunk]], None, None]:
     """Tokenize in `workers` processes; results come in the order of the input.
 
     Args:

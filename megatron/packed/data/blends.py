@@ -15,12 +15,18 @@ DEFAULT_SPLIT = "969,30,1"
 class CorpusOptions(Protocol):
     """The flags that name corpora; `config.data` has them."""
 
-    data_path: tuple[str, ...] | None
-    split: str | None
-    train_data_path: tuple[str, ...] | None
-    valid_data_path: tuple[str, ...] | None
-    test_data_path: tuple[str, ...] | None
-    mock_data: bool
+    @property
+    def data_path(self) -> tuple[str, ...] | None: ...
+    @property
+    def split(self) -> str | None: ...
+    @property
+    def train_data_path(self) -> tuple[str, ...] | None: ...
+    @property
+    def valid_data_path(self) -> tuple[str, ...] | None: ...
+    @property
+    def test_data_path(self) -> tuple[str, ...] | None: ...
+    @property
+    def mock_data(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,8 @@ class RowMixin:
         if folder is None and self.dataset_path is not None:
             folder = default_cache_folder(self.dataset_path, type(self).__name__)
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        return _rebuild_if_broken(
-            super()._build_document_sample_shuffle_indices, folder, stem, _INDEX_FILES
-        )
+        build = super()._build_document_sample_shuffle_indices  # type: ignore[misc]
+        return _rebuild_if_broken(build, folder, stem, _INDEX_FILES)
 
 
 class RowDataset(RowMixin, GPTDataset):
@@ -101,6 +100,8 @@ class MockRowDataset(RowMixin, MockGPTDataset):
 
 class BlendedRowDataset(BlendedDataset):
     """A weighted blend of row datasets; samples carry `dataset_id` too."""
+
+    config: Any
 
     def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         if not torch.distributed.is_initialized() and self.config.path_to_cache:

@@ -21,10 +21,14 @@ USUAL_EOD_TOKENS = ("<|endoftext|>", "</s>")
 class TokenizerOptions(Protocol):
     """The flags a tokenizer is built from; `config.data` has them."""
 
-    tokenizer_type: str | None
-    tokenizer_model: str | None
-    vocab_size: int | None
-    eod_token: str | None
+    @property
+    def tokenizer_type(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def eod_token(self) -> str | None: ...
 
 
 class PackedTokenizer(ABC):
