@@ -103,6 +103,7 @@ py::array_t<T> output(const py::object& out, int64_t size) {
 
 void bind_boundaries(py::module_& m);
 void bind_gather(py::module_& m);
+void bind_materialise(py::module_& m);
 void bind_partition(py::module_& m);
 void bind_packers(py::module_& m);
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "arrays.h"
+#include "walk.h"
 
 namespace packed {
 namespace {
@@ -74,31 +74,6 @@ py::array_t<int64_t> pieces(const Array64& lengths, const Array32& cu_seqlens_pa
   py::array_t<int64_t> result({static_cast<py::ssize_t>(out.size() / 4), py::ssize_t{4}});
   std::copy(out.begin(), out.end(), result.mutable_data());
   return result;
-}
-
-// Calls `write(piece)` for every piece and `pad(begin, end)` for all that lies between.
-template <class Write, class Pad>
-void walk(const Span<Piece>& list, int64_t segments, int64_t size, const Write& write,
-          const Pad& pad) {
-  int64_t cursor = 0;
-  for (int64_t i = 0; i < list.size; ++i) {
-    const Piece& piece = list[i];
-    if (piece.destination < cursor || piece.count < 0 || piece.count > size - piece.destination ||
-        piece.position < 0)
-      fail("piece: outside the output, or out of order");
-    if (piece.segment < 0 || piece.segment >= segments) fail("piece: no such segment");
-    if (piece.destination > cursor) pad(cursor, piece.destination);
-    write(piece);
-    cursor = piece.destination + piece.count;
-  }
-  if (cursor < size) pad(cursor, size);
-}
-
-// How many of a piece's positions, from its first, have a token `shift` places on.
-inline int64_t held(const Piece& piece, int64_t extent, int64_t step, int64_t shift) {
-  const int64_t room = extent - piece.position - shift;
-  if (room <= 0) return 0;
-  return std::min(piece.count, step == 1 ? room : (room + step - 1) / step);
 }
 
 py::array_t<int64_t> gather(const Rows& rows_array, const py::object& extra, const Array64& rows,
@@ -176,10 +151,6 @@ py::array_t<T> mask(const Array64& extents, const Array64& piece, int64_t step, 
         [&](int64_t a, int64_t b) { std::fill(dst + a, dst + b, T(0)); });
   }
   return result;
-}
-
-PACKED_HOT void iota(int64_t* to, int64_t count, int64_t first, int64_t step) {
-  for (int64_t i = 0; i < count; ++i) to[i] = first + i * step;
 }
 
 py::array_t<int64_t> position_ids(const Array64& piece, int64_t step, int64_t size,

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Integer routines of packing: boundary scan, gathers, partitions, packers.";
   packed::bind_boundaries(m);
   packed::bind_gather(m);
+  packed::bind_materialise(m);
   packed::bind_partition(m);
   packed::bind_packers(m);
 }

@@ -14,7 +14,8 @@ from megatron.packed.packing.boundaries import (
     boundaries_from_document_index,
     generate_cu_seqlens_and_max_seqlen_batch,
 )
-from megatron.packed.packing.plan import PackPlan, PackStatistics, PackView, build_pack_plan
+from megatron.packed.packing.plan import PackPlan, build_pack_plan
+from megatron.packed.packing.views import PackStatistics, PackView
 
 if TYPE_CHECKING:
     from megatron.packed.packing.batch import PackedBatch, PackedSeqParamsWithValidTokens

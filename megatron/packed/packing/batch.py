@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,36 +12,46 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron.packed.packing.plan import PackPlan, PackStatistics, PackView, PartitionLike
+from megatron.packed.packing.buffer import BufferLayout
+from megatron.packed.packing.plan import PackPlan, chunk_edges
+from megatron.packed.packing.views import PackStatistics, PartitionLike
 
 
 @dataclass
 class PackedSeqParamsWithValidTokens(PackedSeqParams):
     """megatron-core's packed parameters plus what this project's consumers need.
 
-    Fields of the base class (all *whole pack*, never one rank's): `cu_seqlens_q/kv` are the real
+    Fields of the base class describe *this chunk of the pack, over all context-parallel ranks*
+    (the chunk is the whole pack unless `chunk()` made it): `cu_seqlens_q/kv` are the real
     boundaries, `cu_seqlens_q/kv_padded` the aligned ones, the same tensor in both when nothing
     is padded. `max_seqlen_q/kv` is the longest *padded* segment, because external kernels divide
     it by the context-parallel size.
 
     Attributes:
-        cu_seqlens_host: int32 `[n + 1]` numpy, real boundaries. Reading it never waits for a
-            device.
-        cu_seqlens_padded_host: int32 `[n + 1]` numpy, aligned boundaries.
-        max_seqlen: longest real segment of the pack.
-        total_tokens_global: T, length of the padded pack.
-        valid_total_num_tokens: real tokens of the whole pack.
-        valid_tokens_per_row: int64 `[B]` numpy, real tokens of each source row.
-        valid_local_token_mask: bool `[1, T_local]`, real tokens among those this rank holds.
+        cu_seqlens_host: int32 `[n + 1]` numpy, real boundaries of this chunk. Reading it never
+            waits for a device.
+        cu_seqlens_padded_host: int32 `[n + 1]` numpy, aligned boundaries of this chunk.
+        max_seqlen: longest real segment of this chunk.
+        chunk_total_tokens: padded tokens of this chunk, over all context-parallel ranks.
+        chunk_num_valid_tokens: real tokens of this chunk.
+        chunk_index: which chunk this is.
+        num_chunks: 1 for a whole pack.
+        valid_total_num_tokens: real tokens of the *whole* pack: normalise sums with this one.
+        valid_tokens_per_row: int64 `[B]` numpy, real tokens of each source row, *whole* pack.
+        valid_local_token_mask: bool `[1, T_local]`, real tokens among those this rank holds of
+            this chunk.
         position_ids: int64 `[1, T_local]`, position in the document, to index RoPE with.
-        partition: how the pack is cut over context-parallel ranks; None when it is not.
-        cp_rank: the rank whose share the `*_local` fields describe.
+        partition: how this chunk is cut over context-parallel ranks; None when it is not.
+        cp_rank: the rank whose share the local fields describe.
     """
 
     cu_seqlens_host: np.ndarray | None = None
     cu_seqlens_padded_host: np.ndarray | None = None
     max_seqlen: int | None = None
-    total_tokens_global: int | None = None
+    chunk_total_tokens: int | None = None
+    chunk_num_valid_tokens: int | None = None
+    chunk_index: int = 0
+    num_chunks: int = 1
     valid_total_num_tokens: int | None = None
     valid_tokens_per_row: np.ndarray | None = None
     valid_local_token_mask: Tensor | None = None
@@ -59,62 +70,94 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
         # The boundaries alone decide, so the value is not kept.
         del value
 
+    def digest(self) -> int:
+        """Checksum of the metadata that all ranks of a model must agree on.
 
-def _tensor(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array))
-
-
-def packed_seq_params(
-    plan: PackPlan, view: PackView | None = None, *, partition: PartitionLike | None = None, rank: int = 0
-) -> PackedSeqParamsWithValidTokens:
-    """Build the parameters of a pack.
-
-    Args:
-        plan: the pack.
-        view: the positions this rank holds; the whole pack by default.
-        partition: the partition that gave the view.
-        rank: context-parallel rank of the view.
-    """
-    view = plan.full if view is None else view
-    cu_seqlens = _tensor(plan.cu_seqlens)
-    padded = cu_seqlens
-    if plan.cu_seqlens_padded is not plan.cu_seqlens:
-        padded = _tensor(plan.cu_seqlens_padded)
-    return PackedSeqParamsWithValidTokens(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=plan.max_seqlen_padded,
-        max_seqlen_kv=plan.max_seqlen_padded,
-        cu_seqlens_host=plan.cu_seqlens,
-        cu_seqlens_padded_host=plan.cu_seqlens_padded,
-        max_seqlen=plan.max_seqlen,
-        total_tokens_global=plan.total_tokens,
-        valid_total_num_tokens=int(plan.cu_seqlens[-1]),
-        valid_tokens_per_row=plan.valid_tokens_per_row,
-        valid_local_token_mask=_tensor(view.valid_mask)[None],
-        position_ids=_tensor(view.position_ids)[None],
-        partition=partition,
-        cp_rank=rank,
-    )
-
-
-def _move(value: Any, moved: dict[int, Tensor], device: Any, non_blocking: bool, pin: bool) -> Any:
-    """Move a tensor once, however many fields hold it: identity between fields is kept."""
-    if not isinstance(value, Tensor):
-        return value
-    if id(value) not in moved:
-        moved[id(value)] = (
-            value.pin_memory() if pin else value.to(device, non_blocking=non_blocking)
+        Host arrays only, so it is the same for every tensor-, context- and pipeline-parallel
+        rank of a micro-batch, and computing it never waits for a device.
+        """
+        numbers = (
+            self.max_seqlen,
+            self.max_seqlen_q,
+            self.chunk_total_tokens,
+            self.chunk_index,
+            self.num_chunks,
+            self.valid_total_num_tokens,
         )
-    return moved[id(value)]
+        value = zlib.crc32(repr(numbers).encode())
+        for array in (
+            self.cu_seqlens_host,
+            self.cu_seqlens_padded_host,
+            self.valid_tokens_per_row,
+        ):
+            value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)
+        return value
+
+    def chunk(self, num_chunks: int) -> list[PackedSeqParamsWithValidTokens]:
+        """Cut into chunks of whole segments, for schedules that split a micro-batch.
+
+        Chunk i covers the segments whose padded start lies in the i-th part of the pack, so no
+        attention crosses a chunk. Tokens of chunk i are
+        `[1, offset : offset + chunk_total_tokens]` with the chunks laid end to end.
+
+        Args:
+            num_chunks: at most the number of segments.
+
+        Raises:
+            ValueError: for a pack cut over context-parallel ranks (cut the plan instead:
+                `PackPlan.chunk`), for chunks of chunks, or more chunks than segments.
+        """
+        if self.partition is not None:
+            raise ValueError(
+                "partition: this pack is cut over context-parallel ranks already; use "
+                "PackPlan.chunk and cut each part"
+            )
+        if self.num_chunks != 1:
+            raise ValueError("num_chunks: this is a chunk already")
+        padded_host = self.cu_seqlens_padded_host
+        edges = chunk_edges(padded_host, num_chunks)
+        result = []
+        for index, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+            real = self.cu_seqlens_host[a : b + 1] - self.cu_seqlens_host[a]
+            padded = padded_host[a : b + 1] - padded_host[a]
+            if np.array_equal(real, padded):
+                padded = real
+            begin, end = int(padded_host[a]), int(padded_host[b])
+            device = self.cu_seqlens_q.device
+            real_tensor = torch.from_numpy(real).to(device)
+            padded_tensor = (
+                real_tensor if padded is real else torch.from_numpy(padded).to(device)
+            )
+            longest = int(np.diff(padded).max())
+            result.append(
+                dataclasses.replace(
+                    self,
+                    cu_seqlens_q=real_tensor,
+                    cu_seqlens_kv=real_tensor,
+                    cu_seqlens_q_padded=padded_tensor,
+                    cu_seqlens_kv_padded=padded_tensor,
+                    max_seqlen_q=longest,
+                    max_seqlen_kv=longest,
+                    cu_seqlens_host=real,
+                    cu_seqlens_padded_host=padded,
+                    max_seqlen=int(np.diff(real).max()),
+                    chunk_total_tokens=end - begin,
+                    chunk_num_valid_tokens=int(real[-1]),
+                    chunk_index=index,
+                    num_chunks=num_chunks,
+                    valid_local_token_mask=self.valid_local_token_mask[:, begin:end],
+                    position_ids=self.position_ids[:, begin:end],
+                )
+            )
+        return result
 
 
 @dataclass
 class PackedBatch:
     """One micro-batch, ready for the step. T is the whole pack, or one rank's share of it.
+
+    All tensors are views of one buffer, so moving, pinning, sending to another process and
+    broadcasting a batch is one operation.
 
     Attributes:
         tokens: int64 `[1, T]`.
@@ -123,10 +166,11 @@ class PackedBatch:
         position_ids: int64 `[1, T]`.
         valid_mask: bool `[1, T]`.
         document_ids: int32 `[1, T]`, -1 in padding.
-        packed_seq_params: whole-pack metadata.
-        statistics: counts of the whole pack.
         mtp_labels: int64 `[1, T]` for depth 1, 2, ...
         mtp_loss_masks: float32 `[1, T]` for depth 1, 2, ...
+        packed_seq_params: metadata of the whole pack.
+        statistics: counts of the whole pack.
+        buffer: uint8, the bytes that the tensors are views of.
     """
 
     tokens: Tensor
@@ -135,10 +179,11 @@ class PackedBatch:
     position_ids: Tensor
     valid_mask: Tensor
     document_ids: Tensor
+    mtp_labels: list[Tensor]
+    mtp_loss_masks: list[Tensor]
     packed_seq_params: PackedSeqParamsWithValidTokens
     statistics: PackStatistics
-    mtp_labels: list[Tensor] = field(default_factory=list)
-    mtp_loss_masks: list[Tensor] = field(default_factory=list)
+    buffer: Tensor
 
     @classmethod
     def from_plan(
@@ -149,6 +194,8 @@ class PackedBatch:
         mtp_depths: int = 0,
         partition: PartitionLike | None = None,
         rank: int = 0,
+        chunk_index: int = 0,
+        num_chunks: int = 1,
     ) -> PackedBatch:
         """Gather everything a step reads.
 
@@ -158,45 +205,150 @@ class PackedBatch:
             mtp_depths: multi-token-prediction depths beyond the main loss.
             partition: cut the pack over context-parallel ranks; None keeps it whole.
             rank: context-parallel rank.
+            chunk_index: which part of a larger pack the plan is, if `PackPlan.chunk` made it.
+            num_chunks: parts of that larger pack.
         """
         view = plan.full if partition is None else plan.local(partition, rank)
-        depths = range(1, mtp_depths + 1)
-        params = packed_seq_params(plan, view, partition=partition, rank=rank)
+        layout = BufferLayout(
+            num_tokens=view.num_tokens,
+            depths=1 + mtp_depths,
+            num_segments=plan.num_segments,
+            num_rows=len(plan.valid_tokens_per_row),
+        )
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        host = buffer.numpy()
+        view.write(rows, layout, host)
+        layout.write_header(
+            host,
+            [
+                plan.max_seqlen,
+                plan.max_seqlen_padded,
+                plan.total_tokens,
+                plan.whole_pack_valid_tokens,
+                rank,
+                chunk_index,
+                num_chunks,
+                *dataclasses.astuple(plan.statistics),
+            ],
+        )
+        return cls.from_buffer(buffer, partition=partition)
+
+    @classmethod
+    def from_buffer(
+        cls, buffer: Tensor, *, partition: PartitionLike | None = None
+    ) -> PackedBatch:
+        """Rebuild a batch from its bytes, such as another rank received them.
+
+        Args:
+            buffer: uint8 `[at least num_bytes]`, on the host.
+            partition: the partition the batch was cut with.
+
+        Raises:
+            ValueError: when the bytes are no batch.
+        """
+        layout, numbers = BufferLayout.read_header(buffer.numpy())
+        arrays = layout.arrays(buffer.numpy())
+        (longest, longest_padded, total, valid_total, rank, chunk_index, num_chunks) = numbers[:7]
+        real, padded = arrays["cu_seqlens"].copy(), arrays["cu_seqlens_padded"].copy()
+        if np.array_equal(real, padded):
+            padded = real
+        params = PackedSeqParamsWithValidTokens(
+            qkv_format="thd",
+            max_seqlen_q=longest_padded,
+            max_seqlen_kv=longest_padded,
+            cu_seqlens_host=real,
+            cu_seqlens_padded_host=padded,
+            max_seqlen=longest,
+            chunk_total_tokens=total,
+            chunk_num_valid_tokens=int(real[-1]),
+            chunk_index=chunk_index,
+            num_chunks=num_chunks,
+            valid_total_num_tokens=valid_total,
+            valid_tokens_per_row=arrays["valid_tokens_per_row"].copy(),
+            partition=partition,
+            cp_rank=rank,
+        )
+        statistics = PackStatistics(*numbers[7 : 7 + len(dataclasses.fields(PackStatistics))])
+        return cls._over(buffer, layout, params, statistics)
+
+    @classmethod
+    def _over(
+        cls,
+        buffer: Tensor,
+        layout: BufferLayout,
+        params: PackedSeqParamsWithValidTokens,
+        statistics: PackStatistics,
+    ) -> PackedBatch:
+        """Take views of a buffer on any device; sizes come from the host."""
+
+        def view(name: str) -> Tensor:
+            at, dtype, shape = layout.sections[name]
+            kind = _TORCH_DTYPES[dtype.name]
+            size = int(np.prod(shape)) * dtype.itemsize
+            return buffer[at : at + size].view(kind).view(1, *shape)
+
+        labels, weights = view("labels")[0], view("loss_masks")[0]
+        position_ids, valid_mask = view("position_ids"), view("valid_mask")
+        cu_seqlens = padded = view("cu_seqlens")[0]
+        if params.cu_seqlens_padded_host is not params.cu_seqlens_host:
+            padded = view("cu_seqlens_padded")[0]
+        params = dataclasses.replace(
+            params,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
+            valid_local_token_mask=valid_mask,
+            position_ids=position_ids,
+        )
         return cls(
-            tokens=_tensor(view.gather_tokens(rows))[None],
-            labels=_tensor(view.gather_labels(rows))[None],
-            loss_mask=_tensor(view.loss_mask())[None].float(),
-            position_ids=params.position_ids,
-            valid_mask=params.valid_local_token_mask,
-            document_ids=_tensor(view.document_ids)[None],
+            tokens=view("tokens"),
+            labels=labels[:1],
+            loss_mask=weights[:1],
+            position_ids=position_ids,
+            valid_mask=valid_mask,
+            document_ids=view("document_ids"),
+            mtp_labels=list(labels[1:].split(1)) if layout.depths > 1 else [],
+            mtp_loss_masks=list(weights[1:].split(1)) if layout.depths > 1 else [],
             packed_seq_params=params,
-            statistics=plan.statistics,
-            mtp_labels=[_tensor(view.gather_labels(rows, depth))[None] for depth in depths],
-            mtp_loss_masks=[_tensor(view.loss_mask(depth))[None].float() for depth in depths],
+            statistics=statistics,
+            buffer=buffer,
         )
 
-    def _map(self, device: Any, non_blocking: bool, pin: bool) -> PackedBatch:
-        moved: dict[int, Tensor] = {}
-
-        def move(value: Any) -> Any:
-            if isinstance(value, list):
-                return [move(item) for item in value]
-            return _move(value, moved, device, non_blocking, pin)
-
+    @property
+    def layout(self) -> BufferLayout:
+        """Sizes of this batch, known on the host."""
         params = self.packed_seq_params
-        fields = {
-            f.name: move(getattr(params, f.name))
-            for f in dataclasses.fields(params)
-            if f.name != "pad_between_seqs"
-        }
-        own = {f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        own["packed_seq_params"] = type(params)(**fields)
-        return type(self)(**own)
+        return BufferLayout(
+            num_tokens=self.tokens.shape[1],
+            depths=1 + len(self.mtp_labels),
+            num_segments=len(params.cu_seqlens_host) - 1,
+            num_rows=len(params.valid_tokens_per_row),
+        )
+
+    def _on(self, buffer: Tensor) -> PackedBatch:
+        return self._over(buffer, self.layout, self.packed_seq_params, self.statistics)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
-        """Copy to a device. From pinned memory the copies don't wait for the device."""
-        return self._map(device, non_blocking, pin=False)
+        """Copy to a device; one copy, which from pinned memory doesn't wait for the device."""
+        return self._on(self.buffer.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
         """Copy to page-locked memory; the name is the one that DataLoader calls."""
-        return self._map(None, False, pin=True)
+        return self._on(self.buffer.pin_memory())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # From a data-loader worker one shared-memory tensor travels, not a dozen.
+        return _rebuild, (self.buffer, self.packed_seq_params.partition)
+
+
+def _rebuild(buffer: Tensor, partition: PartitionLike | None) -> PackedBatch:
+    return PackedBatch.from_buffer(buffer, partition=partition)
+
+
+_TORCH_DTYPES = {
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "float32": torch.float32,
+    "bool": torch.bool,
+}

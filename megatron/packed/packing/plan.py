@@ -17,9 +17,9 @@ token where the end of the row cuts the document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,125 +29,12 @@ from megatron.packed.packing.alignment import Alignment
 from megatron.packed.packing.boundaries import (
     SegmentBoundaries,
     check_row_lengths,
-    generate_cu_seqlens_and_max_seqlen_batch,
 )
 from megatron.packed.packing.native import core
+from megatron.packed.packing.views import PackStatistics, PackView, PartitionLike
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
-
-
-class PartitionLike(Protocol):
-    """What a plan needs to know of a partition: the runs of positions that a rank holds."""
-
-    total_tokens: int
-
-    def runs(self, rank: int) -> tuple[Int64, Int64, int]:
-        """Ascending disjoint runs: starts `[r]`, counts `[r]`, step inside a run."""
-
-
-@dataclass(frozen=True, eq=False)
-class PackView:
-    """Some positions of a pack, in a given order, and every gather over them.
-
-    Attributes:
-        plan: the plan the positions belong to.
-        pieces: int64 `[m, 4]`, see `reference.py`.
-        step: position step inside a piece.
-        num_tokens: T, or T / CP for one rank's share.
-    """
-
-    plan: PackPlan
-    pieces: Int64
-    step: int
-    num_tokens: int
-
-    @cached_property
-    def position_ids(self) -> Int64:
-        """Position in the segment, 0 in padding: int64 `[T]`."""
-        return core.position_ids(self.pieces, self.step, self.num_tokens)
-
-    @cached_property
-    def document_ids(self) -> Int32:
-        """Segment number in the pack, -1 in padding: int32 `[T]`."""
-        return core.document_ids(self.pieces, self.num_tokens)
-
-    @cached_property
-    def valid_mask(self) -> NDArray[np.bool_]:
-        """Tokens of a segment, as opposed to padding: bool `[T]`."""
-        return core.held_mask(self.plan.lengths, self.pieces, self.step, 0, self.num_tokens)
-
-    @property
-    def num_valid(self) -> int:
-        """Real tokens in this view."""
-        return int(self.pieces[:, 3].sum())
-
-    def loss_mask(self, depth: int = 0) -> NDArray[np.bool_]:
-        """Supervised positions of a depth (0 is the main loss): bool `[T]`."""
-        shift = 1 + checks.integer("depth", depth, 0)
-        return core.held_mask(self.plan.extents, self.pieces, self.step, shift, self.num_tokens)
-
-    def gather_tokens(self, rows: Any, *, fill: int | None = None) -> Int64:
-        """Gather input tokens: int64 `[T]`.
-
-        Args:
-            rows: the raw rows the plan was built from, `[B, S]` or with the extra label token
-                `[B, S + 1]`; for whole-document plans the flat token buffer.
-            fill: token of padding positions; the pad id, or 0 where that is negative.
-
-        Raises:
-            ValueError: for rows of another shape than the plan's.
-        """
-        if fill is None:
-            fill = max(self.plan.pad_id, 0)
-        return self._gather(rows, 0, fill)
-
-    def gather_labels(self, rows: Any, depth: int = 0, *, fill: int = 0) -> Int64:
-        """Gather the targets of a depth, `fill` where unsupervised: int64 `[T]`.
-
-        Args:
-            rows: as in `gather_tokens`. The extra label token is taken from the plan when the
-                rows don't hold it.
-            depth: 0 for the main loss, k for the k-th multi-token prediction depth.
-            fill: label of unsupervised positions.
-        """
-        return self._gather(rows, 1 + checks.integer("depth", depth, 0), fill)
-
-    def _gather(self, rows: Any, shift: int, fill: int) -> Int64:
-        plan = self.plan
-        source = plan.check_source(rows)
-        extra = plan.extra_token if source.shape[1] == plan.row_width else None
-        return core.gather(
-            source,
-            extra,
-            plan.rows,
-            plan.offsets,
-            plan.extents,
-            self.pieces,
-            self.step,
-            shift,
-            self.num_tokens,
-            fill,
-        )
-
-
-@dataclass(frozen=True)
-class PackStatistics:
-    """Counts of one pack, for logs and FLOP accounting.
-
-    Attributes:
-        num_segments: segments that hold at least one token.
-        real_tokens: tokens of segments.
-        padded_tokens: alignment and capacity padding.
-        supervised_tokens: positions with a depth-0 target.
-        sum_squared_lengths: sum of squared real lengths; causal attention costs half of it.
-    """
-
-    num_segments: int
-    real_tokens: int
-    padded_tokens: int
-    supervised_tokens: int
-    sum_squared_lengths: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +57,7 @@ class PackPlan:
         pad_id: token written into padding.
         extra_token: int64 `[B]` or None.
         alignment: the multiples the layout obeys.
+        whole_pack_valid_tokens: real tokens of the whole pack, also in a chunk of it.
 
     A pack without a single real token still has a shape: one empty segment over the padding.
     """
@@ -188,6 +76,7 @@ class PackPlan:
     pad_id: int
     extra_token: Int64 | None = None
     alignment: Alignment = field(default_factory=Alignment)
+    whole_pack_valid_tokens: int = 0
 
     @property
     def num_segments(self) -> int:
@@ -249,6 +138,35 @@ class PackPlan:
         starts, counts, step = partition.runs(rank)
         piece = core.pieces(self.lengths, self.cu_seqlens_padded, starts, counts, step)
         return PackView(plan=self, pieces=piece, step=step, num_tokens=int(counts.sum()))
+
+    def chunk(self, num_chunks: int, *, capacity: int | None = None) -> list[PackPlan]:
+        """Cut into plans of whole segments, for schedules that split a micro-batch.
+
+        The chunks read the same raw rows, share no segment and hold them all. Each is a plan of
+        its own: align, partition and gather it like any other. `valid_tokens_per_row` and
+        `whole_pack_valid_tokens` stay those of the whole pack; all else is the chunk's.
+
+        Args:
+            num_chunks: at most the number of segments.
+            capacity: pad every chunk to this many tokens.
+        """
+        edges = chunk_edges(self.cu_seqlens_padded, num_chunks)
+        result = []
+        for a, b in zip(edges[:-1], edges[1:], strict=True):
+            part = _assemble(
+                rows=self.rows[a:b],
+                offsets=self.offsets[a:b],
+                lengths=self.lengths[a:b],
+                extents=self.extents[a:b],
+                valid_tokens_per_row=self.valid_tokens_per_row,
+                row_width=self.row_width,
+                pad_id=self.pad_id,
+                extra_token=self.extra_token,
+                alignment=self.alignment,
+                capacity=capacity,
+            )
+            result.append(replace(part, whole_pack_valid_tokens=self.whole_pack_valid_tokens))
+        return result
 
     def supervised_tokens(self, depth: int = 0) -> int:
         """Positions with a target of this depth."""
@@ -326,9 +244,26 @@ class PackPlan:
             row_width=int(extents.sum()),
             pad_id=checks.integer("pad_id", pad_id),
             extra_token=None,
-            alignment=alignment,
+            alignment=_as_alignment(alignment),
             capacity=capacity,
         )
+
+
+def chunk_edges(cu_seqlens_padded: Int32, num_chunks: int) -> list[int]:
+    """Segment numbers at which a pack is cut into chunks of about equal padded length."""
+    num_segments = len(cu_seqlens_padded) - 1
+    num_chunks = checks.integer("num_chunks", num_chunks, 1)
+    if num_chunks > num_segments:
+        raise ValueError(
+            f"num_chunks: {num_chunks} chunks of whole segments, but the pack has {num_segments}"
+        )
+    edges = [0]
+    total = int(cu_seqlens_padded[-1])
+    for i in range(1, num_chunks):
+        near = int(np.searchsorted(cu_seqlens_padded, total * i / num_chunks))
+        # Every chunk gets a segment, whatever their lengths.
+        edges.append(min(max(near, edges[-1] + 1), num_segments - (num_chunks - i)))
+    return [*edges, num_segments]
 
 
 def build_pack_plan(
@@ -375,57 +310,67 @@ def build_pack_plan(
         if len(extra) != num_rows:
             raise ValueError(f"extra_token: {len(extra)} values for {num_rows} rows")
 
-    by_value = boundaries is None
+    alignment = _as_alignment(alignment)
     if boundaries is None:
-        boundaries = generate_cu_seqlens_and_max_seqlen_batch(
-            source, eod_id, pad_id, row_lengths=real_ids
+        segments, cu_seqlens, cu_padded, valid, _ = core.plan_rows(
+            source, extra, eod_id, pad_id, real_ids, alignment.segment
         )
-    elif boundaries.row_width != width or len(boundaries.valid_tokens_per_row) != num_rows:
-        raise ValueError(
-            f"boundaries: made for {len(boundaries.valid_tokens_per_row)} rows of "
-            f"{boundaries.row_width} tokens, got {num_rows} of {width}"
-        )
-    _check_counts(boundaries, valid_tokens_per_row)
-
-    extents = boundaries.lengths
-    if extra is not None:
-        held = np.ones(num_rows, dtype=bool)
-        if real_ids is not None:
-            held &= real_ids == width + 1
-        if by_value and pad_id != eod_id:
-            held &= extra != pad_id
-        reaches = boundaries.offsets + boundaries.lengths == width
-        extents = extents + (reaches & ~boundaries.closed & held[boundaries.rows])
-        if np.any(extra[held] < 0):
-            raise ValueError("extra_token: negative token id in a row that is not padded")
+        rows, offsets, lengths, extents = segments
+        layout = cu_seqlens, cu_padded
+    else:
+        if boundaries.row_width != width or len(boundaries.valid_tokens_per_row) != num_rows:
+            raise ValueError(
+                f"boundaries: made for {len(boundaries.valid_tokens_per_row)} rows of "
+                f"{boundaries.row_width} tokens, got {num_rows} of {width}"
+            )
+        rows, offsets, lengths = boundaries.rows, boundaries.offsets, boundaries.lengths
+        valid = boundaries.valid_tokens_per_row
+        extents = lengths
+        if extra is not None:
+            goes_on = (offsets + lengths == width) & ~boundaries.closed
+            if real_ids is not None:
+                goes_on &= (real_ids == width + 1)[rows]
+            extents = lengths + goes_on
+        layout = None
+    _check_counts(rows, lengths, valid, valid_tokens_per_row)
     return _assemble(
-        rows=boundaries.rows,
-        offsets=boundaries.offsets,
-        lengths=boundaries.lengths,
+        rows=rows,
+        offsets=offsets,
+        lengths=lengths,
         extents=extents,
-        valid_tokens_per_row=boundaries.valid_tokens_per_row,
+        valid_tokens_per_row=valid,
         row_width=width,
         pad_id=pad_id,
         extra_token=extra,
         alignment=alignment,
         capacity=capacity,
+        layout=layout,
     )
 
 
-def _check_counts(boundaries: SegmentBoundaries, expected: Any) -> None:
+def _check_counts(rows: Int64, lengths: Int64, counts: Int64, expected: Any) -> None:
     """Compare per-row counts: segments against the scan, the scan against the caller."""
-    counts = boundaries.valid_tokens_per_row
-    found = np.bincount(boundaries.rows, boundaries.lengths, len(counts)).astype(np.int64)
-    stated = counts if expected is None else checks.integer_array("valid_tokens_per_row", expected, 1)
-    if stated.shape != counts.shape:
-        raise ValueError(f"valid_tokens_per_row: {len(stated)} values for {len(counts)} rows")
-    for claim in (counts, stated):
-        if not np.array_equal(claim, found):
+    found = np.bincount(rows, lengths, len(counts)) if len(rows) else np.zeros(len(counts))
+    claims = [counts]
+    if expected is not None:
+        claims.append(checks.integer_array("valid_tokens_per_row", expected, 1))
+        if len(claims[1]) != len(counts):
+            raise ValueError(
+                f"valid_tokens_per_row: {len(claims[1])} values for {len(counts)} rows"
+            )
+    for claim in claims:
+        if (claim != found).any():
             row = int(np.argmax(claim != found))
             raise ValueError(
                 f"valid_tokens_per_row: row {row} claims {claim[row]} valid tokens, its segments "
-                f"hold {found[row]}"
+                f"hold {int(found[row])}"
             )
+
+
+def _as_alignment(alignment: Alignment | int) -> Alignment:
+    if isinstance(alignment, Alignment):
+        return alignment
+    return Alignment(segment=checks.integer("alignment", alignment, 1))
 
 
 def _assemble(
@@ -438,15 +383,15 @@ def _assemble(
     row_width: int,
     pad_id: int,
     extra_token: Int64 | None,
-    alignment: Alignment | int,
+    alignment: Alignment,
     capacity: int | None,
+    layout: tuple[Int32, Int32] | None = None,
 ) -> PackPlan:
     """Lay the segments out and close the pack with its tail padding."""
-    if not isinstance(alignment, Alignment):
-        alignment = Alignment(segment=checks.integer("alignment", alignment, 1))
     if len(lengths) == 0:
         rows = offsets = lengths = extents = np.zeros(1, dtype=np.int64)
-    cu_seqlens, cu_padded = core.layout(lengths, alignment.segment)
+        layout = None
+    cu_seqlens, cu_padded = core.layout(lengths, alignment.segment) if layout is None else layout
     aligned = int(cu_padded[-1])
     multiple = alignment.pack_multiple
     total = max(aligned + (-aligned) % multiple, multiple)
@@ -484,4 +429,5 @@ def _assemble(
         pad_id=pad_id,
         extra_token=extra_token,
         alignment=alignment,
+        whole_pack_valid_tokens=int(cu_seqlens[-1]),
     )

@@ -46,8 +46,10 @@ __all__ = [
     "held_weights",
     "inverse_permutation",
     "layout",
+    "materialise",
     "next_fit",
     "pieces",
+    "plan_rows",
     "position_ids",
     "scan",
     "zigzag_runs",
@@ -116,6 +118,38 @@ def layout(lengths: Int64, segment_multiple: int) -> tuple[Int32, Int32]:
     if padded[-1] > INT32_MAX:
         raise ValueError(f"lengths: {padded[-1]} tokens in one pack exceed 2**31 - 1")
     return real.astype(np.int32), padded.astype(np.int32)
+
+
+def plan_rows(
+    tokens: Int64,
+    extra_token: Int64 | None,
+    eod_id: int,
+    pad_id: int,
+    row_lengths: Int64 | None,
+    segment_multiple: int,
+) -> tuple[Int64, Int32, Int32, Int64, int]:
+    """Scan, extents and layout of a batch of rows.
+
+    Returns:
+        int64 `[4, n]` (source row, offset, length, extent of each segment), real and aligned
+        boundaries int32 `[n + 1]`, valid tokens of each row int64 `[B]`, longest segment.
+    """
+    width = tokens.shape[1]
+    rows, offsets, lengths, closed, valid = scan(tokens, eod_id, pad_id, row_lengths)
+    extents = lengths
+    if extra_token is not None:
+        held = np.ones(len(tokens), dtype=bool)
+        if row_lengths is not None:
+            held &= row_lengths == width + 1
+        if pad_id != eod_id:
+            held &= extra_token != pad_id
+        goes_on = (offsets + lengths == width) & ~closed & held[rows]
+        if np.any(extra_token[rows[goes_on]] < 0):
+            raise ValueError("extra_token: negative token id in a row that is not padded")
+        extents = lengths + goes_on
+    real, padded = layout(lengths, segment_multiple)
+    longest = int(lengths.max()) if len(lengths) else 0
+    return np.stack([rows, offsets, lengths, extents]), real, padded, valid, longest
 
 
 def pieces(
@@ -260,3 +294,44 @@ def document_ids(piece: Int64, size: int, out: Any = None) -> Int32:
     destination, segment, _ = _expand(piece, 1)
     out[destination] = segment
     return out
+
+
+def materialise(
+    source: Int64,
+    extra: Int64 | None,
+    rows: Int64,
+    offsets: Int64,
+    extents: Int64,
+    piece: Int64,
+    step: int,
+    token_fill: int,
+    label_fill: int,
+    tokens: Int64,
+    positions: Int64,
+    labels: Int64,
+    weights: NDArray[np.float32],
+    documents: Int32,
+    valid: NDArray[np.bool_],
+) -> None:
+    """Write all that a step reads into given arrays.
+
+    Args:
+        source, extra, rows, offsets, extents, piece, step: as in `gather`.
+        token_fill: token of padding.
+        label_fill: label of unsupervised positions.
+        tokens: int64 `[T]`.
+        positions: int64 `[T]`.
+        labels: int64 `[D, T]`, targets of depths 0 .. D - 1.
+        weights: float32 `[D, T]`, 1.0 where supervised.
+        documents: int32 `[T]`.
+        valid: bool `[T]`.
+    """
+    size = len(tokens)
+    segments = (source, extra, rows, offsets, extents, piece, step)
+    gather(*segments, 0, size, token_fill, tokens)
+    position_ids(piece, step, size, positions)
+    document_ids(piece, size, documents)
+    np.greater_equal(documents, 0, out=valid)
+    for depth in range(len(labels)):
+        gather(*segments, 1 + depth, size, label_fill, labels[depth])
+        held_weights(extents, piece, step, 1 + depth, size, weights[depth])

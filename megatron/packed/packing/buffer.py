@@ -1,0 +1,106 @@
+"""One flat buffer for all arrays of a micro-batch.
+
+One allocation, one copy to a device, one broadcast: the buffer starts with a header of int64
+words, so that whoever receives the bytes knows the sizes. Each array begins at a multiple of 64
+bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER_WORDS = 32
+_MAGIC = 0x4B434150  # "PACK"
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Sizes of a micro-batch, and where each of its arrays lies in the buffer.
+
+    Attributes:
+        num_tokens: T of this rank.
+        depths: target depths, 1 for the main loss alone.
+        num_segments: n.
+        num_rows: B.
+    """
+
+    num_tokens: int
+    depths: int
+    num_segments: int
+    num_rows: int
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]]:
+        """Byte offset, dtype and shape of each array."""
+        t, d, n = self.num_tokens, self.depths, self.num_segments
+        wanted: list[tuple[str, Any, tuple[int, ...]]] = [
+            ("header", np.int64, (HEADER_WORDS,)),
+            ("tokens", np.int64, (t,)),
+            ("position_ids", np.int64, (t,)),
+            ("labels", np.int64, (d, t)),
+            ("loss_masks", np.float32, (d, t)),
+            ("document_ids", np.int32, (t,)),
+            ("valid_mask", np.bool_, (t,)),
+            ("cu_seqlens", np.int32, (n + 1,)),
+            ("cu_seqlens_padded", np.int32, (n + 1,)),
+            ("valid_tokens_per_row", np.int64, (self.num_rows,)),
+        ]
+        result = {}
+        at = 0
+        for name, kind, shape in wanted:
+            dtype = np.dtype(kind)
+            result[name] = (at, dtype, shape)
+            at += math.prod(shape) * dtype.itemsize
+            at += -at % _ALIGN
+        return result
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Length of the buffer."""
+        at, dtype, shape = self.sections["valid_tokens_per_row"]
+        size = at + math.prod(shape) * dtype.itemsize
+        return size + -size % _ALIGN
+
+    def arrays(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+        """Views into a buffer by name; nothing is copied."""
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < self.num_bytes:
+            raise ValueError(
+                f"buffer: needs {self.num_bytes} bytes, got {buffer.dtype} of {buffer.shape}"
+            )
+        return {
+            name: np.ndarray(shape, dtype, buffer, at)
+            for name, (at, dtype, shape) in self.sections.items()
+        }
+
+    def write_header(self, buffer: NDArray[np.uint8], numbers: list[int]) -> None:
+        """Write sizes and `numbers` (at most 24) into the header."""
+        header = np.ndarray((HEADER_WORDS,), np.int64, buffer, 0)
+        words = [_MAGIC, *astuple(self), *numbers]
+        if len(words) > HEADER_WORDS:
+            raise ValueError(f"numbers: {len(numbers)} don't fit in the header")
+        header[: len(words)] = words
+        header[len(words) :] = 0
+
+    @classmethod
+    def read_header(cls, buffer: NDArray[np.uint8]) -> tuple[BufferLayout, list[int]]:
+        """Read the sizes and the numbers back.
+
+        Raises:
+            ValueError: when the bytes are not such a buffer, or it is cut short.
+        """
+        if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < 8 * HEADER_WORDS:
+            raise ValueError("buffer: too short for a packed batch")
+        words = np.ndarray((HEADER_WORDS,), np.int64, buffer, 0).tolist()
+        if words[0] != _MAGIC or min(words[1:5]) < 0:
+            raise ValueError("buffer: these bytes are no packed batch")
+        layout = cls(*words[1:5])
+        if len(buffer) < layout.num_bytes:
+            raise ValueError(f"buffer: {len(buffer)} bytes, the batch needs {layout.num_bytes}")
+        return layout, words[5:]
