@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.packed.model import cpu_ops
+
 _CHUNK_BYTES_CPU = 1 << 20
 _CHUNK_BYTES_DEVICE = 1 << 28
 
@@ -100,6 +102,15 @@ class _CrossEntropy(torch.autograd.Function):
         grad = grad_loss.reshape(-1, 1).to(lse.dtype)
         out = rows if ctx.overwrite else torch.empty_like(rows)
         at_label = torch.where(hit.unsqueeze(1), -grad, torch.zeros_like(grad))
+        native = cpu_ops.suitable(rows, out)
+        if native is not None and rows.is_contiguous():
+            label = torch.where(hit, index.squeeze(1), -1)
+            grad = grad.contiguous()
+            pointers = (x.data_ptr() for x in (rows, out, lse, grad, label))
+            native.cross_entropy_backward(
+                *pointers, rows.shape[0], real, rows.shape[1], cpu_ops.threads()
+            )
+            return out.view(logits.shape), None, None, None, None
         # Zero times NaN is NaN: rows without a gradient are set, not scaled. On an accelerator
         # the question whether there are any would cost a synchronisation.
         dead = grad == 0
@@ -135,6 +146,12 @@ def _log_sum_exp(rows: Tensor, real: int) -> Tensor:
     dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
     lse = torch.full((rows.shape[0],), float("-inf"), dtype=dtype, device=rows.device)
     if real == 0:
+        return lse
+    native = cpu_ops.suitable(rows)
+    if native is not None and rows.stride(1) == 1:
+        native.log_sum_exp(
+            rows.data_ptr(), lse.data_ptr(), rows.shape[0], real, rows.stride(0), cpu_ops.threads()
+        )
         return lse
     for part in _chunks(rows):
         chunk = rows[part, :real].to(dtype)

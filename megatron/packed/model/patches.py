@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.packed.model.activations import bias_swiglu_impl
 from megatron.packed.model.rotary import apply_rotary_pos_emb
 
 
@@ -42,6 +43,17 @@ PATCHES = (
             "Attention.forward calls it by its module-level name. Upstream's derives positions "
             "from boundaries and row order; ours takes those of the batch, and passes upstream's "
             "own frequency layout on to upstream's function."
+        ),
+        versions="0.16.1",
+    ),
+    Patch(
+        module="megatron.core.transformer.mlp",
+        name="bias_swiglu_impl",
+        replacement=bias_swiglu_impl,
+        reason=(
+            "MLP.forward calls it by its module-level name, where bias_activation_fusion is set. "
+            "On a CPU upstream's needs a compiler at run time, or takes ten passes over memory; "
+            "other devices and dtypes, and FP8 storage, go on to upstream's function."
         ),
         versions="0.16.1",
     ),

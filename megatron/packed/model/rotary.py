@@ -22,6 +22,8 @@ from megatron.core.models.common.embeddings.rope_utils import (
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
+from megatron.packed.model import cpu_ops
+
 
 class PositionIndexedRotaryEmbedding(RotaryEmbedding):
     """Drop-in for `RotaryEmbedding` inside a GPT model; constructor arguments are upstream's.
@@ -118,46 +120,75 @@ def apply_rotary_pos_emb(
         return upstream_apply_rotary_pos_emb(
             t, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=cp_group
         )
-    tokens = freqs.shape[0] * (freqs.shape[1] if t.dim() == 3 else 1)
-    if t.shape[0] != tokens or 2 * freqs.shape[3] > t.shape[-1]:
+    rows = 1 if t.dim() == 3 else t.shape[1]
+    fits = t.shape[0] == freqs.shape[0] and freqs.shape[1] in (1, rows)
+    if not fits or 2 * freqs.shape[3] > t.shape[-1]:
         raise ValueError(
             f"rotary embedding {tuple(freqs.shape)} does not fit queries or keys "
             f"{tuple(t.shape)}: position ids must cover exactly the tokens of the micro-batch"
         )
     if mscale != 1.0:
         freqs = freqs * mscale
-    cos, sin = freqs.to(t.dtype).unbind(dim=2)
-    if t.dim() == 3:
-        cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
-    return _Rotate.apply(t, cos.unsqueeze(-2), sin.unsqueeze(-2), config.rotary_interleaved)
+    return _Rotate.apply(t, freqs, config.rotary_interleaved)
 
 
 class _Rotate(torch.autograd.Function):
     """Rotation by +angle; its gradient is the rotation by -angle of the incoming gradient."""
 
     @staticmethod
-    def forward(ctx, t, cos, sin, interleaved):
-        ctx.save_for_backward(cos, sin)
+    def forward(ctx, t, freqs, interleaved):
+        ctx.save_for_backward(freqs)
         ctx.interleaved = interleaved
-        return _rotate(t, cos, sin, interleaved, inverse=False)
+        return _rotate(t, freqs, interleaved, inverse=False)
 
     @staticmethod
     def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, ctx.interleaved, inverse=True), None, None, None
+        (freqs,) = ctx.saved_tensors
+        return _rotate(grad, freqs, ctx.interleaved, inverse=True), None, None
 
 
-def _rotate(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, *, inverse: bool) -> Tensor:
-    """One new tensor, four passes, no concatenation."""
-    half = cos.shape[-1]
+def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, *, inverse: bool) -> Tensor:
     out = torch.empty_like(t, memory_format=torch.contiguous_format)
+    native = cpu_ops.suitable(t, freqs)
+    if native is not None and t.numel() and freqs.is_contiguous():
+        tokens = _as_tokens(t)
+        native.rotate(
+            tokens.data_ptr(),
+            out.data_ptr(),
+            freqs.data_ptr(),
+            *tokens.shape,
+            freqs.shape[3],
+            tokens.shape[0] // (freqs.shape[0] * freqs.shape[1]),
+            *tokens.stride()[:2],
+            interleaved,
+            inverse,
+            cpu_ops.threads(),
+        )
+        return out
+    _rotate_with_torch(t, out, freqs, interleaved, -1 if inverse else 1)
+    return out
+
+
+def _as_tokens(t: Tensor) -> Tensor:
+    """``[tokens, heads, width]`` with unit stride in the last dimension, without a copy if it can."""
+    tokens = t if t.dim() == 3 else t.reshape(-1, *t.shape[2:])
+    return tokens if tokens.stride(2) == 1 else tokens.contiguous()
+
+
+def _rotate_with_torch(
+    t: Tensor, out: Tensor, freqs: Tensor, interleaved: bool, sign: int
+) -> None:
+    """Four passes into ``out``, no concatenation."""
+    cos, sin = freqs.to(t.dtype).unbind(dim=2)
+    if t.dim() == 3:
+        cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    half = cos.shape[-1]
     (a, b), (out_a, out_b) = (_pairs(x, half, interleaved) for x in (t, out))
-    sign = -1 if inverse else 1
     torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
     if 2 * half < t.shape[-1]:
         out[..., 2 * half :] = t[..., 2 * half :]
-    return out
 
 
 def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -10,14 +10,19 @@ import torch.nn.functional as F
 
 from megatron.packed.loss import cross_entropy
 from megatron.packed.loss.cross_entropy import vocab_parallel_cross_entropy
+from megatron.packed.model import cpu_ops
 
 SEQUENCE, BATCH, VOCABULARY, REAL = 7, 3, 40, 37
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """Three rows a chunk, so that tests cross chunk borders."""
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def _implementation(request, monkeypatch):
+    """Run each test with and without the extension; three rows a chunk, to cross chunk borders."""
     monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES_CPU", 3 * 4 * VOCABULARY)
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_ops, "load", lambda: None)
+    elif cpu_ops.load() is None:
+        pytest.skip("the extension megatron.packed._cpu_ops is not built")
 
 
 def problem(dtype=torch.float64, real=REAL):
@@ -75,8 +80,9 @@ def test_none_means_every_column():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_garbage_in_unsupervised_rows_and_padded_columns_is_inert():
-    logits, labels, grad = problem()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_garbage_in_unsupervised_rows_and_padded_columns_is_inert(dtype):
+    logits, labels, grad = problem(dtype)
     clean_loss, clean = ours(logits, labels, grad)
     logits[2], logits[3] = float("nan"), float("inf")
     logits[..., REAL:] = float("nan")
@@ -93,15 +99,17 @@ def test_large_logits_do_not_overflow():
     assert torch.isfinite(gradient).all()
 
 
-def test_a_leaf_is_never_overwritten():
-    logits, labels, grad = problem()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_leaf_is_never_overwritten(dtype):
+    logits, labels, grad = problem(dtype)
     leaf = logits.clone().requires_grad_()
     vocab_parallel_cross_entropy(leaf, labels, None, REAL).backward(grad)
     assert torch.equal(leaf, logits)
 
 
-def test_backward_needs_no_second_buffer():
-    logits, labels, grad = problem()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_backward_needs_no_second_buffer(dtype):
+    logits, labels, grad = problem(dtype)
     output = logits.requires_grad_() * 1
     buffers = []
     output.register_hook(lambda gradient: buffers.append(gradient.data_ptr()))
@@ -120,8 +128,9 @@ def test_an_operation_that_still_needs_the_logits_makes_torch_raise():
             again.backward()
 
 
-def test_logits_that_are_a_transposed_view():
-    logits, labels, grad = problem()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_logits_that_are_a_transposed_view(dtype):
+    logits, labels, grad = problem(dtype)
     _, plain = ours(logits, labels, grad)
     leaf = logits.transpose(0, 1).contiguous().requires_grad_()
     loss = vocab_parallel_cross_entropy(leaf.transpose(0, 1), labels, None, REAL)
@@ -133,28 +142,37 @@ def test_shapes_that_do_not_fit_are_named():
         vocab_parallel_cross_entropy(torch.zeros(7, 3, 5), torch.zeros(3, 7, dtype=torch.long))
 
 
-def _two_ranks(rank: int, address: str, real: int, folder: str) -> None:
+SPLITS = {"padding on the last rank": REAL, "a rank of padding": 20, "most is padding": 11}
+
+
+def _two_ranks(rank: int, address: str, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    logits, labels, grad = problem(real=real)
     half = VOCABULARY // 2
-    shard = logits[..., rank * half : (rank + 1) * half].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(shard * 1, labels, dist.group.WORLD, real)
-    (gradient,) = torch.autograd.grad(loss, shard, grad)
-    torch.save((loss.detach(), gradient), f"{folder}/{rank}.pt")
+    results = {}
+    for name, real in SPLITS.items():
+        for dtype in (torch.float64, torch.float32):
+            torch.manual_seed(0)
+            logits, labels, grad = problem(dtype, real)
+            shard = logits[..., rank * half : (rank + 1) * half].clone().requires_grad_()
+            loss = vocab_parallel_cross_entropy(shard * 1, labels, dist.group.WORLD, real)
+            (gradient,) = torch.autograd.grad(loss, shard, grad.to(loss.dtype))
+            results[name, dtype] = loss.detach(), gradient
+    torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("real", [REAL, VOCABULARY // 2, 11], ids=["both", "full_and_none", "one"])
-def test_two_ranks_equal_one(real, tmp_path):
-    mp.spawn(_two_ranks, args=(str(tmp_path / "store"), real, str(tmp_path)), nprocs=2)
-    torch.manual_seed(0)
-    logits, labels, grad = problem(real=real)
-    loss_wanted, gradient_wanted = wanted(logits, labels, grad, real)
-    losses, gradients = zip(
-        *(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True
-    )
-    assert torch.equal(*losses)
-    assert (losses[0] - loss_wanted).norm() <= 1e-12 * loss_wanted.norm()
-    error = torch.cat(gradients, dim=-1) - gradient_wanted
-    assert error.norm() <= 1e-12 * gradient_wanted.norm()
+def test_two_ranks_equal_one(tmp_path, request):
+    if "torch" in request.node.callspec.id:
+        pytest.skip("the ranks run both: fp64 on torch, fp32 on the extension")
+    mp.spawn(_two_ranks, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for (name, dtype), (loss, gradient) in first.items():
+        other_loss, other_gradient = second[name, dtype]
+        torch.manual_seed(0)
+        logits, labels, grad = problem(dtype, SPLITS[name])
+        loss_wanted, gradient_wanted = wanted(logits, labels, grad, SPLITS[name])
+        limit = 1e-12 if dtype == torch.float64 else 2e-6
+        assert torch.equal(loss, other_loss)
+        assert (loss - loss_wanted).norm() <= limit * loss_wanted.norm()
+        error = torch.cat((gradient, other_gradient), dim=-1) - gradient_wanted
+        assert error.norm() <= limit * gradient_wanted.norm()
