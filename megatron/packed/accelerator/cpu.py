@@ -105,8 +105,13 @@ def _stream_context(stream: Any = None) -> Iterator[None]:
     yield
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+def _no_op() -> Callable[..., None]:
+    """A new function that does nothing: torch's tracer keeps tables of functions by identity."""
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return nothing
 
 
 def _is_cuda(device: Any) -> bool:
@@ -137,28 +142,23 @@ def _eager(model: Any = None, **kwargs: Any) -> Any:
 def _install_device() -> None:
     cuda = torch.cuda
     cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
-    cuda.set_device = _nothing
-    cuda.synchronize = _nothing
-    cuda.empty_cache = _nothing
+    cuda.set_device = _no_op()
+    cuda.synchronize = _no_op()
+    cuda.empty_cache = _no_op()
     cuda.Stream = _Stream  # type: ignore[misc,assignment]
     cuda.Event = _Event  # type: ignore[misc,assignment]
     cuda.stream = _stream_context  # type: ignore[assignment]
     cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment,return-value]
     cuda.default_stream = lambda device=None: _Stream()  # type: ignore[assignment,return-value]
-    cuda.nvtx.range_push = _nothing
-    cuda.nvtx.range_pop = _nothing
-
-
-def _seed_cpu_generator(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
+    cuda.nvtx.range_push = _no_op()
+    cuda.nvtx.range_pop = _no_op()
 
 
 def _install_random_states() -> None:
-    cuda = torch.cuda
-    for module in (cuda, cuda.random):
-        module.get_rng_state = lambda device=None: torch.get_rng_state()
-        module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-        module.manual_seed = _seed_cpu_generator
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state = lambda device=None: torch.random.get_rng_state()
+        module.set_rng_state = lambda state, device=None: torch.random.set_rng_state(state)
+        module.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
 
 
 def _install_tensors() -> None:

@@ -1,0 +1,365 @@
+"""Training steps side by side: packed, padded, Hugging Face, bare megatron-core.
+
+    make bench-step
+
+All contenders run in one process, on the same documents, with the same model shape (10.2 M
+parameters: hidden 256, 8 layers, 4 heads, SwiGLU, RMSNorm, RoPE, vocabulary 8,192), fp32, AdamW,
+one step a pack of 4,096 tokens or a batch of padded documents. The unit is real tokens trained
+per second. Contenders take turns; medians over the turns are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.packed.arguments import Config
+from megatron.packed.cli import user_errors
+
+SEQUENCE = 4096
+ROWS_PER_PADDED_BATCH = 4
+
+FLAGS = f"""
+    --num-layers 8 --hidden-size 256 --num-attention-heads 4 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0.0
+    --hidden-dropout 0.0 --untie-embeddings-and-output-weights --seq-length {SEQUENCE}
+    --micro-batch-size 1 --lr 1e-4 --train-iters 1000 --eval-iters 0 --num-workers 1
+    --log-interval 1 --tokenizer-type HuggingFaceTokenizer --split 100,0,0
+"""
+
+
+@dataclass
+class Contender:
+    """Something that trains a step.
+
+    Attributes:
+        name: row of the table.
+        step: trains once and returns the real tokens trained.
+        rates: tokens per second, one entry a turn.
+        seconds: step times.
+    """
+
+    name: str
+    step: Callable[[], int]
+    rates: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def turn(self) -> None:
+        """Time one step."""
+        start = time.perf_counter()
+        tokens = self.step()
+        elapsed = time.perf_counter() - start
+        self.rates.append(tokens / elapsed)
+        self.seconds.append(elapsed)
+
+
+def make_config(data: Path, extra: str) -> Config:
+    """The benchmark's configuration with some flags added."""
+    return Config.from_flags(
+        f"{FLAGS} --data-path {data / 'corpus_text_document'} --data-cache-path {data / 'cache'} "
+        f"--tokenizer-model {data / 'tokenizer'} {extra}"
+    )
+
+
+class CountingSource:
+    """A batch source that remembers how many real tokens its last batch held."""
+
+    def __init__(self, source: Any) -> None:
+        self.source, self.environment = source, source.environment
+        self.block_diagonal = source.block_diagonal
+        self.real_tokens = 0
+
+    def read(self) -> Any:
+        """Read on."""
+        batch = self.source.read()
+        self.real_tokens = getattr(batch, "statistics", batch).real_tokens
+        return batch
+
+
+def packed_loop(data: Path, environment: Any) -> Callable[[], int]:
+    """Our training loop: data loader, packing, step, report lines."""
+    from megatron.packed.training import setup
+
+    trainer = setup.build_trainer(make_config(data, "--use-packed-sequence"), environment)
+    source = CountingSource(trainer.splits.train.source)
+    trainer.splits.train.source = source
+
+    def step() -> int:
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer._train_one()
+        return source.real_tokens
+
+    return step
+
+
+def _build_step(config: Config, environment: Any) -> tuple[Any, Any]:
+    from megatron.packed.data.tokenizers import build_tokenizer
+    from megatron.packed.training import setup
+
+    tokenizer = build_tokenizer(config.data)
+    padded = setup._padded_vocab(config, tokenizer)
+    return setup._build_step(config, environment, tokenizer, padded), tokenizer
+
+
+def bare_core(data: Path, environment: Any) -> Callable[[], int]:
+    """megatron-core's forward-backward and optimizer on packs made beforehand; no loop of ours."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron.packed.loss.token import token_loss
+    from megatron.packed.training.data import build_splits
+    from megatron.packed.training.loop import Progress
+
+    config = make_config(data, "--use-packed-sequence")
+    train_step, tokenizer = _build_step(config, environment)
+    batches = build_splits(config, environment, tokenizer, Progress()).train
+    ready = [next(batches) for _ in range(24)]
+    turn = iter(range(len(ready)))
+
+    def forward_step(batch: Any, model: torch.nn.Module) -> Any:
+        losses = model(
+            batch.tokens,
+            batch.position_ids,
+            None,
+            labels=batch.labels,
+            packed_seq_params=batch.packed_seq_params,
+        )
+
+        def loss(output: torch.Tensor) -> Any:
+            result = token_loss(output, batch.loss_mask)
+            return result.total, result.count, {"lm loss": result.report}
+
+        return losses, loss
+
+    def step() -> int:
+        batch = ready[next(turn)]
+        train_step.model[0].zero_grad_buffer()
+        train_step.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batch,
+            model=train_step.model,
+            num_microbatches=1,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        train_step.optimizer.step()
+        return batch.statistics.real_tokens
+
+    return step
+
+
+def padded_documents(data: Path, tokenizer: Any) -> Iterator[list[dict[str, Any]]]:
+    """Endless batches of documents, one a row, padded to the sequence length."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    indexed = IndexedDataset(str(data / "corpus_text_document"))
+    order = np.random.default_rng(0).permutation(len(indexed))
+    rows: list[dict[str, Any]] = []
+    while True:
+        for document in order:
+            ids = np.asarray(indexed[int(document)][: SEQUENCE + 1], dtype=np.int64)
+            text = np.full(SEQUENCE + 1, tokenizer.eod, dtype=np.int64)
+            text[: len(ids)] = ids
+            rows.append({"text": text, "length": len(ids)})
+            if len(rows) == ROWS_PER_PADDED_BATCH:
+                yield rows
+                rows = []
+
+
+def padded_rows(data: Path, environment: Any) -> Callable[[], int]:
+    """Our BSHD path: one document a row, padded to the sequence length."""
+    from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
+
+    config = make_config(data, f"--micro-batch-size {ROWS_PER_PADDED_BATCH}")
+    train_step, tokenizer = _build_step(config, environment)
+    collate = build_collator(config, tokenizer.eod)
+    loader = (collate(rows) for rows in padded_documents(data, tokenizer))
+    source = CountingSource(BatchSource(loader, environment, block_diagonal=False))
+    batches = MicroBatchIterator(source)  # type: ignore[arg-type]
+
+    def step() -> int:
+        train_step(batches, num_microbatches=1, global_batch_size=ROWS_PER_PADDED_BATCH)
+        return source.real_tokens
+
+    return step
+
+
+def _llama(vocabulary: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=SEQUENCE,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    return model, optimizer
+
+
+def _llama_update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **batch: Any) -> None:
+    optimizer.zero_grad()
+    model(**batch).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def llama_padded(data: Path, tokenizer: Any) -> Callable[[], int]:
+    """Hugging Face Llama on padded batches, each padded to its longest document only."""
+    model, optimizer = _llama(tokenizer.vocab_size)
+    documents = padded_documents(data, tokenizer)
+
+    def step() -> int:
+        rows = next(documents)
+        lengths = torch.tensor([min(row["length"], SEQUENCE) for row in rows])
+        longest = int(lengths.max())
+        ids = torch.from_numpy(np.stack([row["text"][:longest] for row in rows]))
+        mask = torch.arange(longest)[None, :] < lengths[:, None]
+        labels = torch.where(mask, ids, -100)
+        _llama_update(
+            model, optimizer, input_ids=ids, attention_mask=mask.long(), labels=labels
+        )
+        return int(lengths.sum())
+
+    return step
+
+
+def llama_packed(data: Path, environment: Any, tokenizer: Any) -> Callable[[], int]:
+    """Hugging Face Llama on our packs, with the block-diagonal mask that its SDPA path takes."""
+    from megatron.packed.training.data import build_splits
+    from megatron.packed.training.loop import Progress
+
+    model, optimizer = _llama(tokenizer.vocab_size)
+    config = make_config(data, "--use-packed-sequence")
+    batches = build_splits(config, environment, tokenizer, Progress()).train
+
+    def step() -> int:
+        batch = next(batches)
+        boundaries = batch.packed_seq_params.cu_seqlens_q.long()
+        document = torch.bucketize(torch.arange(SEQUENCE), boundaries[1:], right=True)
+        causal = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+        mask = (document[:, None] == document[None, :]) & causal
+        labels = torch.where(batch.loss_mask.bool(), batch.labels, -100)
+        _llama_update(
+            model,
+            optimizer,
+            input_ids=batch.tokens,
+            position_ids=batch.position_ids,
+            attention_mask=mask[None, None],
+            labels=labels,
+            shift_labels=labels,
+        )
+        return batch.statistics.real_tokens
+
+    return step
+
+
+def build_contenders(data: Path) -> tuple[list[Contender], Any]:
+    """Every contender whose packages are installed, and the operation counter of the model."""
+    from megatron.packed.data.tokenizers import build_tokenizer
+    from megatron.packed.training import environment as environments
+    from megatron.packed.training.flops import FlopsCounter
+
+    config = make_config(data, "--use-packed-sequence")
+    environment = environments.start(config)
+    tokenizer = build_tokenizer(config.data)
+    with contextlib.redirect_stdout(io.StringIO()):
+        contenders = [Contender("ours, packed, training loop", packed_loop(data, environment))]
+        contenders.append(
+            Contender("bare megatron-core step, same packs", bare_core(data, environment))
+        )
+        contenders.append(
+            Contender("ours, one document a row, padded", padded_rows(data, environment))
+        )
+    try:
+        import transformers
+    except ImportError:
+        print("transformers isn't installed: install .[bench] for the Hugging Face rows")
+    else:
+        transformers.logging.set_verbosity_error()
+        packed = llama_packed(data, environment, tokenizer)
+        contenders.append(Contender("Hugging Face Llama, packed, block mask", packed))
+        padded = llama_padded(data, tokenizer)
+        contenders.append(Contender("Hugging Face Llama, padded batches of 4", padded))
+    return contenders, FlopsCounter.from_config(config.model, 8192)
+
+
+def print_table(contenders: list[Contender], peak: float, flops_per_token: float) -> None:
+    """Print medians and ratios to the first contender."""
+    first = contenders[0]
+    print(f"\n{'contender':42} {'tokens/s':>9} {'min':>7} {'max':>7} {'s/step':>7} {'ours is':>8}")
+    for each in contenders:
+        rate = statistics.median(each.rates)
+        pairs = [a / b for a, b in zip(first.rates, each.rates, strict=True)]
+        print(
+            f"{each.name:42} {rate:9.0f} {min(each.rates):7.0f} {max(each.rates):7.0f} "
+            f"{statistics.median(each.seconds):7.2f} {statistics.median(pairs):7.2f}x"
+        )
+    reached = statistics.median(first.rates) * flops_per_token
+    print(
+        f"\nGEMM peak {peak / 1e9:.0f} GFLOP/s (fp32, {torch.get_num_threads()} threads, median "
+        f"of 2048^3 products between turns); packed step {reached / 1e9:.0f} GFLOP/s: "
+        f"{100 * reached / peak:.0f} % of it"
+    )
+
+
+def main() -> None:
+    """Run the turns and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=Path("demo"), help="Folder of `make demo`.")
+    parser.add_argument("--turns", type=int, default=7, help="Timed steps of each contender.")
+    arguments = parser.parse_args()
+
+    contenders, flops = build_contenders(arguments.data)
+    from megatron.packed.training.flops import measure_gemm_peak
+
+    peaks = []
+    for turn in range(arguments.turns + 1):
+        if turn == 1:
+            for each in contenders:
+                each.rates.clear()
+                each.seconds.clear()
+            peaks.clear()
+        for each in contenders:
+            each.turn()
+        peaks.append(
+            measure_gemm_peak(torch.device("cpu"), torch.float32, size=2048, repeats=3)
+        )
+    # Σℓ² of the corpus: attention's share, from a pass over the packs' boundaries.
+    per_token = flops.per_token + flops.per_pair * mean_pairs_per_token(arguments.data)
+    print_table(contenders, statistics.median(peaks), per_token)
+
+
+def mean_pairs_per_token(data: Path) -> float:
+    """Attended pairs per token of the corpus cut into rows at document ends."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    lengths = IndexedDataset(str(data / "corpus_text_document")).sequence_lengths.astype(np.int64)
+    ends = np.cumsum(lengths)
+    cuts = np.union1d(ends, np.arange(SEQUENCE, ends[-1], SEQUENCE))
+    pieces = np.diff(cuts, prepend=0)
+    return float((pieces * (pieces + 1) // 2).sum() / ends[-1])
+
+
+if __name__ == "__main__":
+    with user_errors():
+        main()
