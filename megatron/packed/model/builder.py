@@ -95,7 +95,9 @@ def wrap_for_training(
             overlap_grad_reduce=overlap,
             overlap_param_gather=config.parallel.overlap_param_gather,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-            check_for_nan_in_grad=config.training.check_for_nan_in_loss_and_grad,
+            # The training step looks itself, and tells every rank: core's own check raises on the
+            # rank that has the NaN while its peers wait in a collective.
+            check_for_nan_in_grad=False,
             average_in_collective=False,
         ),
         module=model,
