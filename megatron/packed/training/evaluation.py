@@ -27,8 +27,8 @@ class EvaluationResult:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), with upstream's cap on the exponent."""
-        return math.exp(min(20.0, self.loss))
+        """exp(loss), with upstream's cap on the exponent; NaN if the loss is."""
+        return math.exp(min(self.loss, 20.0))
 
 
 @torch.no_grad()
