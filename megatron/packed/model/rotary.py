@@ -170,7 +170,7 @@ def _rotate(t: Tensor, freqs: Tensor, interleaved: bool, *, inverse: bool) -> Te
 
 
 def _as_tokens(t: Tensor) -> Tensor:
-    """``[tokens, heads, width]`` with unit stride in the last dimension, without a copy if it can."""
+    """``[tokens, heads, width]``, unit stride in the last dimension, without a copy if it can."""
     tokens = t if t.dim() == 3 else t.reshape(-1, *t.shape[2:])
     return tokens if tokens.stride(2) == 1 else tokens.contiguous()
 

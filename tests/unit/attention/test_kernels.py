@@ -38,6 +38,7 @@ SEGMENT_SETS = {
     "no_segment": layout_of([0], 1, tail=6),
     "rows": row_layout(3, 17, None),
     "cut_rows": row_layout(3, 8, (0, 2, 8, 8, 11, 14, 16, 24)),
+    "evenly_cut_rows": row_layout(3, 8, (0, 4, 8, 12, 16, 20, 24)),
     **{f"random{seed}": layout_of(random_lengths(seed), 1 + seed % 8) for seed in range(8)},
 }
 
