@@ -81,12 +81,13 @@ int64_t scan_row(const int64_t* p, int64_t row, int64_t limit, int64_t eod, int6
   return valid;
 }
 
-std::vector<Segment> scan_rows(const Source& src, int64_t eod, int64_t pad,
+// The result lives until this thread's next scan: its pages are used again, not faulted in anew.
+const std::vector<Segment>& scan_rows(const Source& src, int64_t eod, int64_t pad,
                                const Span<int64_t>& limits, int64_t* counts) {
   const bool exact = limits.data != nullptr;
   if (exact && limits.size != src.rows) fail("row_lengths: one value per row is needed");
-  std::vector<Segment> found;
-  found.reserve(static_cast<size_t>(src.rows + src.rows * src.width / 512));
+  static thread_local std::vector<Segment> found;
+  found.clear();
   for (int64_t r = 0; r < src.rows; ++r) {
     int64_t limit = src.width;
     if (exact) limit = limits[r] < 0 ? 0 : (limits[r] < limit ? limits[r] : limit);
@@ -112,12 +113,13 @@ py::tuple scan(const Rows& tokens, int64_t eod, int64_t pad, const py::object& r
   const Source src = source(tokens, "tokens");
   const Optional limits(row_lengths, "row_lengths");
   py::array_t<int64_t> valid(src.rows);
-  std::vector<Segment> found;
+  int64_t* counts = valid.mutable_data();
+  const std::vector<Segment>* scanned = nullptr;
   {
-    int64_t* counts = valid.mutable_data();
     py::gil_scoped_release release;
-    found = scan_rows(src, eod, pad, limits.values, counts);
+    scanned = &scan_rows(src, eod, pad, limits.values, counts);
   }
+  const std::vector<Segment>& found = *scanned;
   const auto size = static_cast<py::ssize_t>(found.size());
   py::array_t<int64_t> rows(size), offsets(size), lengths(size);
   py::array_t<bool> closed(size);
@@ -143,12 +145,13 @@ py::tuple plan_rows(const Rows& tokens, const py::object& extra, int64_t eod, in
   if (after.values.data && after.values.size != src.rows) fail("extra_token: one value per row");
   if (multiple < 1 || multiple > kMaxTokens) fail("alignment: must be 1 .. 2**31 - 1");
   py::array_t<int64_t> valid(src.rows);
-  std::vector<Segment> found;
+  int64_t* counts = valid.mutable_data();
+  const std::vector<Segment>* scanned = nullptr;
   {
-    int64_t* counts = valid.mutable_data();
     py::gil_scoped_release release;
-    found = scan_rows(src, eod, pad, limits.values, counts);
+    scanned = &scan_rows(src, eod, pad, limits.values, counts);
   }
+  const std::vector<Segment>& found = *scanned;
   const auto size = static_cast<py::ssize_t>(found.size());
   // Rows of one [4, n] array: source row, offset, length, extent.
   py::array_t<int64_t> segments({py::ssize_t{4}, size});

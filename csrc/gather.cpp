@@ -8,17 +8,18 @@
 namespace packed {
 namespace {
 
-// Appends a piece, or lengthens the last one where it goes on in both output and segment.
-void append(std::vector<int64_t>& out, const Piece& piece, int64_t step) {
-  if (!out.empty()) {
-    int64_t* last = out.data() + out.size() - 4;
-    if (last[1] == piece.segment && last[0] + last[3] == piece.destination &&
-        last[2] + last[3] * step == piece.position) {
-      last[3] += piece.count;
-      return;
+// Writes a piece at `end`, or lengthens the last one where it goes on in output and segment.
+Piece* append(Piece* begin, Piece* end, const Piece& piece, int64_t step) {
+  if (end != begin) {
+    Piece& last = end[-1];
+    if (last.segment == piece.segment && last.destination + last.count == piece.destination &&
+        last.position + last.count * step == piece.position) {
+      last.count += piece.count;
+      return end;
     }
   }
-  out.insert(out.end(), {piece.destination, piece.segment, piece.position, piece.count});
+  *end = piece;
+  return end + 1;
 }
 
 py::array_t<int64_t> pieces(const Array64& lengths, const Array32& cu_seqlens_padded,
@@ -31,12 +32,16 @@ py::array_t<int64_t> pieces(const Array64& lengths, const Array32& cu_seqlens_pa
   if (padded[0] != 0) fail("cu_seqlens_padded: must start at 0");
   if (start.size != count.size) fail("counts: needs one entry per run");
   if (step < 1 || step > kMaxTokens) fail("step: must be 1 .. 2**31 - 1");
-  std::vector<int64_t> out;
+  const int64_t n = length.size;
+  // A run adds one piece for every segment it touches; runs don't overlap, so a segment boundary
+  // lies inside at most one of them. Overlapping runs of a careless caller are refused.
+  py::array_t<int64_t> result({static_cast<py::ssize_t>(n + start.size), py::ssize_t{4}});
+  Piece* const begin_out = reinterpret_cast<Piece*>(result.mutable_data());
+  Piece* out = begin_out;
   {
     py::gil_scoped_release release;
-    const int64_t n = length.size;
     const int64_t total = padded[n];
-    out.reserve(static_cast<size_t>(4 * std::max(start.size, std::min(n, start.size * 4))));
+    int64_t reached = -1;
     int64_t segment = 0;
     int64_t destination = 0;
     for (int64_t r = 0; r < start.size && n > 0; ++r) {
@@ -45,6 +50,8 @@ py::array_t<int64_t> pieces(const Array64& lengths, const Array32& cu_seqlens_pa
       if (left < 0 || position < 0 || left > kMaxTokens || position > kMaxTokens ||
           (left > 0 && position + (left - 1) * step >= total))
         fail("starts: a run lies outside the pack");
+      if (left > 0 && position <= reached) fail("starts: runs must ascend and not overlap");
+      if (left > 0) reached = position + (left - 1) * step;
       while (left > 0) {
         if (position < padded[segment] || position >= padded[segment + 1]) {
           // Runs ascend, so the segment is nearly always the next one.
@@ -63,7 +70,7 @@ py::array_t<int64_t> pieces(const Array64& lengths, const Array32& cu_seqlens_pa
         int64_t real = length[segment] - inside;
         if (real > 0) {
           real = std::min(here, step == 1 ? real : (real + step - 1) / step);
-          append(out, {destination, segment, inside, real}, step);
+          out = append(begin_out, out, {destination, segment, inside, real}, step);
         }
         destination += here;
         position += here * step;
@@ -71,9 +78,7 @@ py::array_t<int64_t> pieces(const Array64& lengths, const Array32& cu_seqlens_pa
       }
     }
   }
-  py::array_t<int64_t> result({static_cast<py::ssize_t>(out.size() / 4), py::ssize_t{4}});
-  std::copy(out.begin(), out.end(), result.mutable_data());
-  return result;
+  return result[py::slice(0, out - begin_out, 1)].cast<py::array_t<int64_t>>();
 }
 
 py::array_t<int64_t> gather(const Rows& rows_array, const py::object& extra, const Array64& rows,

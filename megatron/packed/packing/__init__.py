@@ -14,6 +14,8 @@ from megatron.packed.packing.boundaries import (
     boundaries_from_document_index,
     generate_cu_seqlens_and_max_seqlen_batch,
 )
+from megatron.packed.packing.documents import DocumentPack, PackerCounters
+from megatron.packed.packing.packers import DocumentPacker, build_document_packer
 from megatron.packed.packing.plan import PackPlan, build_pack_plan
 from megatron.packed.packing.views import PackStatistics, PackView
 
@@ -22,13 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alignment",
+    "DocumentPack",
+    "DocumentPacker",
     "PackPlan",
     "PackStatistics",
     "PackView",
     "PackedBatch",
     "PackedSeqParamsWithValidTokens",
+    "PackerCounters",
     "SegmentBoundaries",
     "boundaries_from_document_index",
+    "build_document_packer",
     "build_pack_plan",
     "generate_cu_seqlens_and_max_seqlen_batch",
 ]

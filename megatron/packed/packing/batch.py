@@ -215,8 +215,9 @@ class PackedBatch:
             num_segments=plan.num_segments,
             num_rows=len(plan.valid_tokens_per_row),
         )
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        host = buffer.numpy()
+        # Numpy asks for huge pages for large arrays; torch doesn't, and page faults would take
+        # longer than the gathers.
+        host = np.empty(layout.num_bytes, dtype=np.uint8)
         view.write(rows, layout, host)
         layout.write_header(
             host,
@@ -231,7 +232,7 @@ class PackedBatch:
                 *dataclasses.astuple(plan.statistics),
             ],
         )
-        return cls.from_buffer(buffer, partition=partition)
+        return cls.from_buffer(torch.from_numpy(host), partition=partition)
 
     @classmethod
     def from_buffer(
