@@ -353,7 +353,8 @@ def mean_pairs_per_token(data: Path) -> float:
     """Attended pairs per token of the corpus cut into rows at document ends."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    lengths = IndexedDataset(str(data / "corpus_text_document")).sequence_lengths.astype(np.int64)
+    dataset = IndexedDataset(str(data / "corpus_text_document"))
+    lengths = dataset.sequence_lengths.astype(np.int64)
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(SEQUENCE, ends[-1], SEQUENCE))
     pieces = np.diff(cuts, prepend=0)
