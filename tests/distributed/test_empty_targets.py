@@ -1,4 +1,4 @@
-"""Batches without a target: in one micro-batch or rank they weigh nothing, alone they are skipped."""
+"""Batches without a target: one among others weighs nothing, one alone is skipped."""
 
 from __future__ import annotations
 
