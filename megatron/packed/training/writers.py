@@ -41,7 +41,9 @@ class _WandbWriter:
         )
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        self._run.log({name: value}, step=step)
+        # Steps of a run must not fall, and all curves share them: iterations, never samples.
+        if not name.endswith(" vs samples"):
+            self._run.log({name: value}, step=step)
 
     def close(self) -> None:
         self._run.finish()
