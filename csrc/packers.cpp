@@ -204,9 +204,30 @@ py::array_t<int64_t> greedy_workload(const Array64& costs, const Array64& worklo
   return result;
 }
 
+py::tuple group(const Array64& bins, int64_t count) {
+  const Span<int64_t> bin = span(bins, "bins");
+  if (count < 0 || count > kMaxTokens) fail("count: must be 0 .. 2**31 - 1");
+  py::array_t<int64_t> order(bin.size), edges(count + 1);
+  int64_t* to = order.mutable_data();
+  int64_t* edge = edges.mutable_data();
+  {
+    py::gil_scoped_release release;
+    std::fill(edge, edge + count + 1, int64_t{0});
+    for (int64_t i = 0; i < bin.size; ++i) {
+      if (bin[i] < 0 || bin[i] >= count) fail("bins: a value is out of range");
+      ++edge[bin[i] + 1];
+    }
+    std::partial_sum(edge, edge + count + 1, edge);
+    std::vector<int64_t> next(edge, edge + count);
+    for (int64_t i = 0; i < bin.size; ++i) to[next[static_cast<size_t>(bin[i])]++] = i;
+  }
+  return py::make_tuple(order, edges);
+}
+
 }  // namespace
 
 void bind_packers(py::module_& m) {
+  m.def("group", &group, py::arg("bins"), py::arg("count"));
   m.def("next_fit", &next_fit, py::arg("costs"), py::arg("capacity"), py::arg("used"));
   m.def("best_fit", &best_fit, py::arg("costs"), py::arg("capacity"), py::arg("open_rooms"));
   m.def("best_fit_decreasing", &best_fit_decreasing, py::arg("costs"), py::arg("capacity"));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zlib
 from dataclasses import dataclass
@@ -229,7 +230,7 @@ class PackedBatch:
                 rank,
                 chunk_index,
                 num_chunks,
-                *dataclasses.astuple(plan.statistics),
+                *vars(plan.statistics).values(),
             ],
         )
         return cls.from_buffer(torch.from_numpy(host), partition=partition)
@@ -269,7 +270,7 @@ class PackedBatch:
             partition=partition,
             cp_rank=rank,
         )
-        statistics = PackStatistics(*numbers[7 : 7 + len(dataclasses.fields(PackStatistics))])
+        statistics = PackStatistics(*numbers[7:12])
         return cls._over(buffer, layout, params, statistics)
 
     @classmethod
@@ -283,25 +284,20 @@ class PackedBatch:
         """Take views of a buffer on any device; sizes come from the host."""
 
         def view(name: str) -> Tensor:
-            at, dtype, shape = layout.sections[name]
-            kind = _TORCH_DTYPES[dtype.name]
-            size = int(np.prod(shape)) * dtype.itemsize
-            return buffer[at : at + size].view(kind).view(1, *shape)
+            at, dtype, shape, num_bytes = layout.sections[name]
+            flat = buffer[at : at + num_bytes].view(_TORCH_DTYPES[dtype])
+            return flat.view(shape) if len(shape) > 1 else flat[None]
 
-        labels, weights = view("labels")[0], view("loss_masks")[0]
+        labels, weights = view("labels"), view("loss_masks")
         position_ids, valid_mask = view("position_ids"), view("valid_mask")
         cu_seqlens = padded = view("cu_seqlens")[0]
         if params.cu_seqlens_padded_host is not params.cu_seqlens_host:
             padded = view("cu_seqlens_padded")[0]
-        params = dataclasses.replace(
-            params,
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            valid_local_token_mask=valid_mask,
-            position_ids=position_ids,
-        )
+        params = copy.copy(params)
+        params.cu_seqlens_q = params.cu_seqlens_kv = cu_seqlens
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = padded
+        params.valid_local_token_mask = valid_mask
+        params.position_ids = position_ids
         return cls(
             tokens=view("tokens"),
             labels=labels[:1],
@@ -348,8 +344,8 @@ def _rebuild(buffer: Tensor, partition: PartitionLike | None) -> PackedBatch:
 
 
 _TORCH_DTYPES = {
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "float32": torch.float32,
-    "bool": torch.bool,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
 }

@@ -8,9 +8,9 @@ bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,16 @@ from numpy.typing import NDArray
 HEADER_WORDS = 32
 _MAGIC = 0x4B434150  # "PACK"
 _ALIGN = 64
+_INT64, _INT32, _FLOAT32, _BOOL = map(np.dtype, (np.int64, np.int32, np.float32, np.bool_))
+
+
+class Section(NamedTuple):
+    """Place of one array: byte offset, dtype, shape, length in bytes."""
+
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -37,36 +47,34 @@ class BufferLayout:
     num_rows: int
 
     @cached_property
-    def sections(self) -> dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]]:
-        """Byte offset, dtype and shape of each array."""
+    def sections(self) -> dict[str, Section]:
+        """Where each array lies."""
         t, d, n = self.num_tokens, self.depths, self.num_segments
-        wanted: list[tuple[str, Any, tuple[int, ...]]] = [
-            ("header", np.int64, (HEADER_WORDS,)),
-            ("tokens", np.int64, (t,)),
-            ("position_ids", np.int64, (t,)),
-            ("labels", np.int64, (d, t)),
-            ("loss_masks", np.float32, (d, t)),
-            ("document_ids", np.int32, (t,)),
-            ("valid_mask", np.bool_, (t,)),
-            ("cu_seqlens", np.int32, (n + 1,)),
-            ("cu_seqlens_padded", np.int32, (n + 1,)),
-            ("valid_tokens_per_row", np.int64, (self.num_rows,)),
+        wanted: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
+            ("header", _INT64, (HEADER_WORDS,)),
+            ("tokens", _INT64, (t,)),
+            ("position_ids", _INT64, (t,)),
+            ("labels", _INT64, (d, t)),
+            ("loss_masks", _FLOAT32, (d, t)),
+            ("document_ids", _INT32, (t,)),
+            ("valid_mask", _BOOL, (t,)),
+            ("cu_seqlens", _INT32, (n + 1,)),
+            ("cu_seqlens_padded", _INT32, (n + 1,)),
+            ("valid_tokens_per_row", _INT64, (self.num_rows,)),
         ]
         result = {}
         at = 0
-        for name, kind, shape in wanted:
-            dtype = np.dtype(kind)
-            result[name] = (at, dtype, shape)
-            at += math.prod(shape) * dtype.itemsize
-            at += -at % _ALIGN
+        for name, dtype, shape in wanted:
+            section = Section(at, dtype, shape, math.prod(shape) * dtype.itemsize)
+            result[name] = section
+            at += section.num_bytes + -section.num_bytes % _ALIGN
         return result
 
     @cached_property
     def num_bytes(self) -> int:
         """Length of the buffer."""
-        at, dtype, shape = self.sections["valid_tokens_per_row"]
-        size = at + math.prod(shape) * dtype.itemsize
-        return size + -size % _ALIGN
+        last = self.sections["valid_tokens_per_row"]
+        return last.offset + last.num_bytes + -last.num_bytes % _ALIGN
 
     def arrays(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """Views into a buffer by name; nothing is copied."""
@@ -75,14 +83,15 @@ class BufferLayout:
                 f"buffer: needs {self.num_bytes} bytes, got {buffer.dtype} of {buffer.shape}"
             )
         return {
-            name: np.ndarray(shape, dtype, buffer, at)
-            for name, (at, dtype, shape) in self.sections.items()
+            name: np.ndarray(section.shape, section.dtype, buffer, section.offset)
+            for name, section in self.sections.items()
         }
 
     def write_header(self, buffer: NDArray[np.uint8], numbers: list[int]) -> None:
         """Write sizes and `numbers` (at most 24) into the header."""
         header = np.ndarray((HEADER_WORDS,), np.int64, buffer, 0)
-        words = [_MAGIC, *astuple(self), *numbers]
+        sizes = self.num_tokens, self.depths, self.num_segments, self.num_rows
+        words = [_MAGIC, *sizes, *numbers]
         if len(words) > HEADER_WORDS:
             raise ValueError(f"numbers: {len(numbers)} don't fit in the header")
         header[: len(words)] = words

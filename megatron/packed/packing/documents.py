@@ -26,19 +26,35 @@ class DocumentPack:
     """The document pieces of one pack.
 
     Attributes:
-        documents: int64 `[k]`, document numbers.
-        offsets: int64 `[k]`, first token of each piece in its document.
-        lengths: int64 `[k]`, tokens of each piece.
-        lookahead: int64 `[k]`, tokens to read after each piece that go on with its document:
-            targets of its last positions, not inputs.
+        pieces: int64 `[k, 4]`, rows of (document, offset, length, lookahead).
         epoch: epoch that the pieces belong to.
     """
 
-    documents: Int64
-    offsets: Int64
-    lengths: Int64
-    lookahead: Int64
+    pieces: Int64
     epoch: int
+
+    @property
+    def documents(self) -> Int64:
+        """Document numbers: int64 `[k]`."""
+        return self.pieces[:, DOCUMENT]
+
+    @property
+    def offsets(self) -> Int64:
+        """First token of each piece in its document: int64 `[k]`."""
+        return self.pieces[:, OFFSET]
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of each piece: int64 `[k]`."""
+        return self.pieces[:, LENGTH]
+
+    @property
+    def lookahead(self) -> Int64:
+        """Tokens to read after each piece that go on with its document: int64 `[k]`.
+
+        They are targets of its last positions, not inputs.
+        """
+        return self.pieces[:, LOOKAHEAD]
 
     def read(self, read_tokens: Callable[[int, int, int], Any]) -> Int64:
         """Read the flat token buffer that `plan()` gathers from.

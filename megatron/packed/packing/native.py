@@ -2,20 +2,37 @@
 
 Both offer the same functions; `core` is the one in use. `MEGATRON_PACKED_NATIVE=0` forces the
 reference, which is how a suspected fault of the C++ is told from one of the plan.
+`MEGATRON_PACKED_EXTENSION_DIR` names a build folder to take the extension from instead of the
+package's own, such as one built with sanitisers.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
+from pathlib import Path
 from types import ModuleType
 
 from megatron.packed.packing import reference
 
 
+def _from_folder(folder: str) -> ModuleType:
+    found = sorted(Path(folder).glob("megatron/packed/_C.*"))
+    if not found:
+        raise ImportError(f"MEGATRON_PACKED_EXTENSION_DIR: no megatron/packed/_C.* in {folder}")
+    spec = importlib.util.spec_from_file_location("megatron.packed._C", found[0])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _load() -> ModuleType:
     if os.environ.get("MEGATRON_PACKED_NATIVE", "1") == "0":
         return reference
+    folder = os.environ.get("MEGATRON_PACKED_EXTENSION_DIR")
+    if folder:
+        return _from_folder(folder)
     try:
         from megatron.packed import _C
     except ImportError as error:

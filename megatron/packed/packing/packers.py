@@ -20,10 +20,7 @@ from numpy.typing import NDArray
 from megatron.packed.errors import DataError
 from megatron.packed.packing import checks
 from megatron.packed.packing.documents import (
-    DOCUMENT,
     LENGTH,
-    LOOKAHEAD,
-    OFFSET,
     DocumentPack,
     DocumentStream,
     PackerCounters,
@@ -41,10 +38,10 @@ MAX_WAIT_STEPS = 16
 
 def _split_by_bin(pieces: Int64, bins: Int64, count: int) -> list[Int64]:
     """Pieces of each bin 0 .. count - 1, in their given order."""
-    order = np.argsort(bins, kind="stable")
-    edges = np.searchsorted(bins[order], np.arange(count + 1))
+    order, edges = core.group(bins, count)
     ordered = pieces[order]
-    return [ordered[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    at = edges.tolist()
+    return [ordered[a:b] for a, b in zip(at[:-1], at[1:], strict=True)]
 
 
 class DocumentPacker(ABC):
@@ -88,16 +85,11 @@ class DocumentPacker(ABC):
             self._ready_epoch = self.stream.epoch
             self._ready.extend(pack for pack in self._advance() if len(pack))
         pieces = self._ready.popleft()
-        self.counters.packs += 1
-        self.counters.real_tokens += int(pieces[:, LENGTH].sum())
-        self.counters.capacity_tokens += self.capacity
-        return DocumentPack(
-            documents=pieces[:, DOCUMENT],
-            offsets=pieces[:, OFFSET],
-            lengths=pieces[:, LENGTH],
-            lookahead=pieces[:, LOOKAHEAD],
-            epoch=self._ready_epoch,
-        )
+        counters = self.stream.counters
+        counters.packs += 1
+        counters.real_tokens += sum(pieces[:, LENGTH].tolist())
+        counters.capacity_tokens += self.capacity
+        return DocumentPack(pieces, self._ready_epoch)
 
     def epoch_packs(self) -> list[DocumentPack]:
         """All packs up to the end of the current epoch."""

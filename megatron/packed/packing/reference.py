@@ -23,6 +23,7 @@ from megatron.packed.packing.reference_packers import (
     best_fit,
     best_fit_decreasing,
     greedy_workload,
+    group,
     next_fit,
 )
 from megatron.packed.packing.reference_partition import (
@@ -42,6 +43,7 @@ __all__ = [
     "expand_runs",
     "gather",
     "greedy_workload",
+    "group",
     "held_mask",
     "held_weights",
     "inverse_permutation",

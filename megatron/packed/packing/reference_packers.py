@@ -23,6 +23,23 @@ def _check(costs: Int64, capacity: int) -> None:
         raise ValueError("costs: a value is not between 0 and the capacity")
 
 
+def group(bins: Int64, count: int) -> tuple[Int64, Int64]:
+    """Order documents by bin, stably.
+
+    Args:
+        bins: int64 `[n]`, each in `0 .. count - 1`.
+        count: number of bins.
+
+    Returns:
+        Document numbers in bin order, int64 `[n]`, and where each bin begins, int64 `[count + 1]`.
+    """
+    if len(bins) and (bins.min() < 0 or bins.max() >= count):
+        raise ValueError("bins: a value is out of range")
+    edges = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(bins, minlength=count)[:count], out=edges[1:])
+    return np.argsort(bins, kind="stable"), edges
+
+
 def next_fit(costs: Int64, capacity: int, used: int) -> Int64:
     """Fill one bin, which starts with `used` tokens; open the next when a document doesn't fit.
 

@@ -250,6 +250,10 @@ def test_core_equals_reference(costs, capacity, used, rooms):
         core.best_fit_decreasing(costs, capacity),
         reference.best_fit_decreasing(costs, capacity),
     )
+    for mine, theirs in zip(
+        core.group(costs, 51), reference.group(costs, 51), strict=True
+    ):
+        same(mine, theirs)
     loads = (rooms * 7) % 13
     same(
         core.greedy_workload(costs, costs * costs, capacity, rooms, loads),
