@@ -107,8 +107,7 @@ def _build_step(config: Config, environment: Any) -> tuple[Any, Any]:
     from megatron.packed.training import setup
 
     tokenizer = build_tokenizer(config.data)
-    padded = setup._padded_vocab(config, tokenizer)
-    return setup._build_step(config, environment, tokenizer, padded), tokenizer
+    return setup.build_step(config, environment, tokenizer), tokenizer
 
 
 def bare_core(data: Path, environment: Any) -> Callable[[], int]:

@@ -37,7 +37,8 @@ def print_banner(config: Config, environment: Environment) -> None:
             print_rank_0(report)
 
 
-def _padded_vocab(config: Config, tokenizer: PackedTokenizer) -> int:
+def padded_vocab(config: Config, tokenizer: PackedTokenizer) -> int:
+    """Rows of the embedding, over all tensor-parallel ranks."""
     return padded_vocab_size(
         tokenizer.vocab_size,
         config.model.make_vocab_size_divisible_by,
@@ -45,14 +46,19 @@ def _padded_vocab(config: Config, tokenizer: PackedTokenizer) -> int:
     )
 
 
-def _build_step(
-    config: Config, environment: Environment, tokenizer: PackedTokenizer, padded_vocab: int
-) -> TrainStep:
+def build_step(config: Config, environment: Environment, tokenizer: PackedTokenizer) -> TrainStep:
+    """Build this rank's model and optimizer, ready to step.
+
+    Args:
+        config: a validated configuration.
+        environment: what this process stands on.
+        tokenizer: gives the size of the vocabulary.
+    """
     model, transformer_config = build_model(
         config,
         environment.accelerator,
         vocab_size=tokenizer.vocab_size,
-        padded_vocab_size=padded_vocab,
+        padded_vocab_size=padded_vocab(config, tokenizer),
     )
     print_rank_0(f"parameters: {count_parameters(model):,}")
     optimizer = build_optimizer(config, [model], environment.accelerator)
@@ -68,7 +74,7 @@ def _build_step(
 
 
 def _build_reporter(
-    config: Config, environment: Environment, writers: ScalarWriters, padded_vocab: int
+    config: Config, environment: Environment, writers: ScalarWriters, tokenizer: PackedTokenizer
 ) -> Reporter:
     size = 8192 if environment.accelerator.name == "cuda" else 1024
     # All ranks measure at once: they share the machine in training too.
@@ -76,7 +82,7 @@ def _build_reporter(
     peak = measure_gemm_peak(environment.accelerator.device, params_dtype(config), size=size)
     return Reporter(
         config=config,
-        flops=FlopsCounter.from_config(config.model, padded_vocab),
+        flops=FlopsCounter.from_config(config.model, padded_vocab(config, tokenizer)),
         gemm_peak=peak,
         writers=writers,
         device=environment.accelerator.device,
@@ -99,11 +105,12 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
     """
     writers = open_writers(config, environment.rank)
     tokenizer = build_tokenizer(config.data)
-    padded_vocab = _padded_vocab(config, tokenizer)
-    print_rank_0(f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab}")
+    print_rank_0(
+        f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab(config, tokenizer)}"
+    )
     start_microbatch_calculator(config)
     progress = Progress()
     splits = build_splits(config, environment, tokenizer, progress)
-    step = _build_step(config, environment, tokenizer, padded_vocab)
-    reporter = _build_reporter(config, environment, writers, padded_vocab)
+    step = build_step(config, environment, tokenizer)
+    reporter = _build_reporter(config, environment, writers, tokenizer)
     return Trainer(config, environment, step, splits, reporter, progress)
