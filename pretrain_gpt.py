@@ -13,10 +13,13 @@ def main() -> None:
     """Read the command line, build the run, train, evaluate."""
     config = validate(parse_arguments(sys.argv[1:], os.environ))
 
-    # torch and megatron-core load once the command line is known to be right.
-    from megatron.packed.training import environment, setup
+    # torch loads once the command line is known to be right, megatron-core once the environment
+    # has prepared this process for it.
+    from megatron.packed.training import environment
 
     with environment.running(config) as this_process:
+        from megatron.packed.training import setup
+
         setup.print_banner(config, this_process)
         trainer = setup.build_trainer(config, this_process)
         trainer.train()
