@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 from megatron.packed.arguments import CommandLineError
@@ -12,6 +14,9 @@ from megatron.packed.errors import ConfigurationError, DataError, TrainingError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+# Seconds that other ranks leave to rank 0 to say what it has found, too. A launcher ends all
+# processes once one has failed, so a rank that leaves at once would take the message with it.
+_RANK_0_FIRST = 15.0
 
 
 def _is_first_rank() -> bool:
@@ -22,8 +27,9 @@ def _is_first_rank() -> bool:
 def user_errors() -> Iterator[None]:
     """Turn a user's mistake into one message and an exit code, without a traceback.
 
-    All ranks find the same mistake in flags and files; rank 0 speaks for them. A training error
-    is one rank's news, so each rank that raises it prints it.
+    A mistake in flags or files is found by all ranks, a NaN is told to all: rank 0 speaks first,
+    and the launcher ends the others. A rank that is still there after a while was alone with its
+    error, and prints it.
 
     Exit codes: 2 for the command line, 1 for data, configuration and training errors.
     """
@@ -31,14 +37,17 @@ def user_errors() -> Iterator[None]:
         yield
     except (ConfigurationError, DataError) as error:
         usage = isinstance(error, CommandLineError)
-        _leave(f"error: {error}", EXIT_USAGE if usage else EXIT_FAILURE, _is_first_rank())
+        _leave(f"error: {error}", EXIT_USAGE if usage else EXIT_FAILURE)
     except TrainingError as error:
-        _leave(f"error: {error}", EXIT_FAILURE, _is_first_rank())
+        _leave(f"error: {error}", EXIT_FAILURE)
 
 
-def _leave(message: str, code: int, speaks: bool) -> None:
-    if speaks:
-        print(message, file=sys.stderr, flush=True)
+def _leave(message: str, code: int) -> None:
+    if not _is_first_rank():
+        time.sleep(_RANK_0_FIRST)
+    print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    for loader in multiprocessing.active_children():
+        loader.terminate()  # else they hold on to the output for seconds
     # Not sys.exit: process groups of a failed run would be torn down with warnings and waits.
     os._exit(code)
