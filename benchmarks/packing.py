@@ -23,23 +23,26 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from megatron.packed.context_parallel import make_partition, partition  # noqa: E402
-from megatron.packed.packing import (  # noqa: E402
+from megatron.packed.context_parallel import make_partition, partition
+from megatron.packed.packing import (
     Alignment,
     PackedBatch,
     boundaries,
     build_document_packer,
     build_pack_plan,
     native,
+    packer_base,
+    packer_workload,
     packers,
     plan,
     reference,
+    rows,
     views,
 )
-from megatron.packed.packing.buffer import BufferLayout  # noqa: E402
+from megatron.packed.packing.buffer import BufferLayout
 
 EOD, PAD = 1, 0
 TOKENS_PER_BYTE = 0.3  # of source text, under the demo's byte-pair tokenizer of 8K entries
@@ -75,7 +78,7 @@ class Case:
     rows: np.ndarray
 
     def segments(self) -> list[np.ndarray]:
-        found = plan.build_pack_plan(self.rows[:, :-1], EOD, PAD)
+        found = build_pack_plan(self.rows[:, :-1], EOD, PAD)
         return [
             self.rows[row, a : a + n]
             for row, a, n in zip(found.rows, found.offsets, found.lengths, strict=True)
@@ -110,7 +113,7 @@ def best_of(functions: dict[str, Callable[[], Any]], repeats: dict[str, int]) ->
 @contextmanager
 def numpy_core():
     """Run the same code on the numpy reference."""
-    modules = (boundaries, packers, partition, plan, views)
+    modules = (boundaries, packer_base, packer_workload, packers, partition, plan, rows, views)
     try:
         for module in modules:
             module.core = reference
@@ -206,12 +209,13 @@ def planner_table(quick: bool) -> None:
         layout = ours()
         moved = (case.rows.nbytes + layout.num_bytes) // 2
         source, target = np.ones(moved, np.uint8), np.zeros(moved, np.uint8)
+        as_tensor = torch.from_numpy(case.rows)
         contenders: dict[str, Callable[[], Any]] = {
             "ours": ours,
             "share": Ours(case.rows, "zigzag", 4),
             "memcpy": lambda target=target, source=source: np.copyto(target, source),
             "torch": lambda rows=case.rows: to_tensors(rows),
-            "loop": lambda rows=torch.from_numpy(case.rows): python_loop(rows),
+            "loop": lambda rows=as_tensor: python_loop(rows),
         }
         flatten = hugging_face(case)
         if flatten is not None:
@@ -235,22 +239,27 @@ def planner_table(quick: bool) -> None:
 
 
 def linearity(quick: bool) -> None:
-    """Fit time = c * (tokens + segments) ^ e over a wide range of sizes."""
-    real = corpus_lengths()
+    """Fit time = c * (tokens + segments) ^ e over batches of 64K to 4M tokens.
+
+    For every size the same 4M tokens are planned, in more or fewer batches with buffers of their
+    own: memory traffic is the same, so the fit tells of the algorithm and not of cache sizes.
+    """
+    rows = rows_of(corpus_lengths(), 512, 8192)
     sizes, times = [], []
     for num_rows in (8, 16, 32, 64, 128, 256, 512):
-        ours = Ours(rows_of(real, num_rows, 8192))
-        layout = ours()
-        best = best_of({"ours": ours}, {"ours": 5 if quick else 20})
-        sizes.append(layout.num_tokens + layout.num_segments)
-        times.append(best["ours"])
-    # Up to here the batch fits the caches less and less; past 1M tokens memory alone sets the
-    # pace, so the fit from there on says how the algorithm grows.
+        batches = [Ours(rows[at : at + num_rows]) for at in range(0, len(rows), num_rows)]
+        layouts = [batch() for batch in batches]
+        best = best_of(
+            {"all": lambda batches=batches: [batch() for batch in batches]},
+            {"all": 5 if quick else 15},
+        )
+        tokens = sum(layout.num_tokens + layout.num_segments for layout in layouts)
+        sizes.append(tokens / len(batches))
+        times.append(best["all"] / len(batches))
     exponent = np.polyfit(np.log(sizes), np.log(times), 1)[0]
-    large = np.polyfit(np.log(sizes[4:]), np.log(times[4:]), 1)[0]
     rates = ", ".join(f"{size / t / 1e6:.0f}" for size, t in zip(sizes, times, strict=True))
     print(
-        f"cost ~ (tokens + segments)^{exponent:.3f} from 64K to 4M tokens, ^{large:.3f} from 1M; "
+        f"cost ~ (tokens + segments)^{exponent:.3f}, batches of 64K to 4M tokens; "
         f"M tokens/s by size: {rates}\n"
     )
 

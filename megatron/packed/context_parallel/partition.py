@@ -90,6 +90,7 @@ class Partition:
             case "zigzag_pack":
                 whole = np.array([0, self.total_tokens], dtype=np.int32)
                 return *core.zigzag_runs(whole, self.cp_size, rank), 1
+        assert self.chunk_edges is not None and self.chunk_ranks is not None  # dispatch
         mine = np.flatnonzero(self.chunk_ranks == rank)
         return self.chunk_edges[mine], self.chunk_edges[mine + 1] - self.chunk_edges[mine], 1
 
@@ -231,9 +232,7 @@ def partition_indices(
     return make_partition(kind, cu_seqlens_padded, cp_size, **options).indices(cp_rank)
 
 
-def inverse_permutation(
-    kind: str, cu_seqlens_padded: Any, cp_size: int, **options: Any
-) -> Int64:
+def inverse_permutation(kind: str, cu_seqlens_padded: Any, cp_size: int, **options: Any) -> Int64:
     """Where each pack position lies when all ranks' shares are laid end to end: int64 `[T]`.
 
     `gathered[inverse_permutation(...)]` is in pack order. Arguments as in `partition_indices`.

@@ -12,11 +12,13 @@ from megatron.packed.packing.alignment import Alignment
 from megatron.packed.packing.boundaries import (
     SegmentBoundaries,
     boundaries_from_document_index,
+    check_rows_hold_eod,
     generate_cu_seqlens_and_max_seqlen_batch,
 )
 from megatron.packed.packing.documents import DocumentPack, PackerCounters
 from megatron.packed.packing.packers import DocumentPacker, build_document_packer
-from megatron.packed.packing.plan import PackPlan, build_pack_plan
+from megatron.packed.packing.plan import PackPlan
+from megatron.packed.packing.rows import build_pack_plan
 from megatron.packed.packing.views import PackStatistics, PackView
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ __all__ = [
     "boundaries_from_document_index",
     "build_document_packer",
     "build_pack_plan",
+    "check_rows_hold_eod",
     "generate_cu_seqlens_and_max_seqlen_batch",
 ]
 

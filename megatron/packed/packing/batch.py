@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.packed.packing.buffer import BufferLayout
 from megatron.packed.packing.plan import PackPlan, chunk_edges
 from megatron.packed.packing.views import PackStatistics, PartitionLike
+
+
+def _no_boundaries() -> NDArray[np.int32]:
+    return np.zeros(1, dtype=np.int32)
+
+
+def _no_rows() -> NDArray[np.int64]:
+    return np.zeros(0, dtype=np.int64)
 
 
 @dataclass
@@ -46,17 +54,17 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
         cp_rank: the rank whose share the local fields describe.
     """
 
-    cu_seqlens_host: np.ndarray | None = None
-    cu_seqlens_padded_host: np.ndarray | None = None
-    max_seqlen: int | None = None
-    chunk_total_tokens: int | None = None
-    chunk_num_valid_tokens: int | None = None
+    cu_seqlens_host: NDArray[np.int32] = field(default_factory=_no_boundaries)
+    cu_seqlens_padded_host: NDArray[np.int32] = field(default_factory=_no_boundaries)
+    max_seqlen: int = 0
+    chunk_total_tokens: int = 0
+    chunk_num_valid_tokens: int = 0
     chunk_index: int = 0
     num_chunks: int = 1
-    valid_total_num_tokens: int | None = None
-    valid_tokens_per_row: np.ndarray | None = None
-    valid_local_token_mask: Tensor | None = None
-    position_ids: Tensor | None = None
+    valid_total_num_tokens: int = 0
+    valid_tokens_per_row: NDArray[np.int64] = field(default_factory=_no_rows)
+    valid_local_token_mask: Tensor = None
+    position_ids: Tensor = None
     partition: PartitionLike | None = None
     cp_rank: int = 0
 
@@ -115,42 +123,37 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
             )
         if self.num_chunks != 1:
             raise ValueError("num_chunks: this is a chunk already")
-        padded_host = self.cu_seqlens_padded_host
-        edges = chunk_edges(padded_host, num_chunks)
-        result = []
-        for index, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
-            real = self.cu_seqlens_host[a : b + 1] - self.cu_seqlens_host[a]
-            padded = padded_host[a : b + 1] - padded_host[a]
-            if np.array_equal(real, padded):
-                padded = real
-            begin, end = int(padded_host[a]), int(padded_host[b])
-            device = self.cu_seqlens_q.device
-            real_tensor = torch.from_numpy(real).to(device)
-            padded_tensor = (
-                real_tensor if padded is real else torch.from_numpy(padded).to(device)
-            )
-            longest = int(np.diff(padded).max())
-            result.append(
-                dataclasses.replace(
-                    self,
-                    cu_seqlens_q=real_tensor,
-                    cu_seqlens_kv=real_tensor,
-                    cu_seqlens_q_padded=padded_tensor,
-                    cu_seqlens_kv_padded=padded_tensor,
-                    max_seqlen_q=longest,
-                    max_seqlen_kv=longest,
-                    cu_seqlens_host=real,
-                    cu_seqlens_padded_host=padded,
-                    max_seqlen=int(np.diff(real).max()),
-                    chunk_total_tokens=end - begin,
-                    chunk_num_valid_tokens=int(real[-1]),
-                    chunk_index=index,
-                    num_chunks=num_chunks,
-                    valid_local_token_mask=self.valid_local_token_mask[:, begin:end],
-                    position_ids=self.position_ids[:, begin:end],
-                )
-            )
-        return result
+        edges = chunk_edges(self.cu_seqlens_padded_host, num_chunks)
+        return [
+            self._segments(a, b, index, num_chunks)
+            for index, (a, b) in enumerate(zip(edges[:-1], edges[1:], strict=True))
+        ]
+
+    def _segments(
+        self, first: int, last: int, index: int, num_chunks: int
+    ) -> PackedSeqParamsWithValidTokens:
+        """The chunk of segments first .. last - 1."""
+        real = self.cu_seqlens_host[first : last + 1] - self.cu_seqlens_host[first]
+        padded = self.cu_seqlens_padded_host[first : last + 1]
+        begin, end = int(padded[0]), int(padded[-1])
+        padded = padded - padded[0]
+        device = self.cu_seqlens_q.device
+        chunk = copy.copy(self)
+        chunk.cu_seqlens_host = chunk.cu_seqlens_padded_host = real
+        chunk.cu_seqlens_q = chunk.cu_seqlens_q_padded = torch.from_numpy(real).to(device)
+        if not np.array_equal(real, padded):
+            chunk.cu_seqlens_padded_host = padded
+            chunk.cu_seqlens_q_padded = torch.from_numpy(padded).to(device)
+        chunk.cu_seqlens_kv = chunk.cu_seqlens_q
+        chunk.cu_seqlens_kv_padded = chunk.cu_seqlens_q_padded
+        chunk.max_seqlen_q = chunk.max_seqlen_kv = int(np.diff(padded).max())
+        chunk.max_seqlen = int(np.diff(real).max())
+        chunk.chunk_total_tokens = end - begin
+        chunk.chunk_num_valid_tokens = int(real[-1])
+        chunk.chunk_index, chunk.num_chunks = index, num_chunks
+        chunk.valid_local_token_mask = self.valid_local_token_mask[:, begin:end]
+        chunk.position_ids = self.position_ids[:, begin:end]
+        return chunk
 
 
 @dataclass
@@ -236,9 +239,7 @@ class PackedBatch:
         return cls.from_buffer(torch.from_numpy(host), partition=partition)
 
     @classmethod
-    def from_buffer(
-        cls, buffer: Tensor, *, partition: PartitionLike | None = None
-    ) -> PackedBatch:
+    def from_buffer(cls, buffer: Tensor, *, partition: PartitionLike | None = None) -> PackedBatch:
         """Rebuild a batch from its bytes, such as another rank received them.
 
         Args:

@@ -22,9 +22,10 @@ def integer_array(name: str, value: Any, ndim: int) -> NDArray[np.int64]:
         raise ValueError(f"{name}: not an integer array ({error})") from error
     if array.ndim != ndim:
         raise ValueError(f"{name}: must have {ndim} dimension(s), got shape {array.shape}")
-    if array.dtype.kind not in "iu":
-        if array.size != 0 or array.dtype.kind != "f":
-            raise ValueError(f"{name}: must hold integers, got dtype {array.dtype}")
+    # An empty list becomes a float array of no values: that is no fault.
+    empty = array.size == 0 and array.dtype.kind == "f"
+    if array.dtype.kind not in "iu" and not empty:
+        raise ValueError(f"{name}: must hold integers, got dtype {array.dtype}")
     if array.dtype == np.uint64 and array.size and int(array.max()) > INT64_MAX:
         raise ValueError(f"{name}: value {int(array.max())} does not fit in int64")
     if array.dtype != np.int64:

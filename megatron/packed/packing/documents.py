@@ -230,9 +230,7 @@ class DocumentStream:
         pieces[:, DOCUMENT] = np.repeat(documents, number)
         inside = np.arange(len(pieces)) - np.repeat(np.cumsum(number) - number, number)
         pieces[:, OFFSET] = inside * self.capacity
-        pieces[:, LENGTH] = np.minimum(
-            np.repeat(kept, number) - pieces[:, OFFSET], self.capacity
-        )
+        pieces[:, LENGTH] = np.minimum(np.repeat(kept, number) - pieces[:, OFFSET], self.capacity)
         rest = np.repeat(length, number) - pieces[:, OFFSET] - pieces[:, LENGTH]
         pieces[:, LOOKAHEAD] = np.minimum(rest, self.lookahead)
         return pieces

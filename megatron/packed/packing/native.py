@@ -8,6 +8,7 @@ package's own, such as one built with sanitisers.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import warnings
@@ -22,6 +23,8 @@ def _from_folder(folder: str) -> ModuleType:
     if not found:
         raise ImportError(f"MEGATRON_PACKED_EXTENSION_DIR: no megatron/packed/_C.* in {folder}")
     spec = importlib.util.spec_from_file_location("megatron.packed._C", found[0])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"MEGATRON_PACKED_EXTENSION_DIR: {found[0]} is no extension module")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -34,7 +37,7 @@ def _load() -> ModuleType:
     if folder:
         return _from_folder(folder)
     try:
-        from megatron.packed import _C
+        return importlib.import_module("megatron.packed._C")
     except ImportError as error:
         warnings.warn(
             f"the C++ packing core is not available ({error}); the numpy reference is used, "
@@ -43,7 +46,6 @@ def _load() -> ModuleType:
             stacklevel=2,
         )
         return reference
-    return _C
 
 
 core = _load()

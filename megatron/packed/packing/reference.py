@@ -257,9 +257,7 @@ def gather(
         out[destination] = source[row, column]
     else:
         beyond = column == source.shape[1]
-        out[destination] = np.where(
-            beyond, extra[row], source[row, np.where(beyond, 0, column)]
-        )
+        out[destination] = np.where(beyond, extra[row], source[row, np.where(beyond, 0, column)])
     return out
 
 

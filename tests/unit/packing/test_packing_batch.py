@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -15,9 +17,9 @@ from megatron.packed.context_parallel import make_partition
 from megatron.packed.packing import (
     Alignment,
     PackedBatch,
-    PackedSeqParamsWithValidTokens,
     build_pack_plan,
 )
+from megatron.packed.packing import batch as batch_module
 
 
 def text_rows(seed=0, rows=3, width=40):
@@ -89,17 +91,27 @@ def test_same_object_when_nothing_is_padded():
     assert isinstance(params, PackedSeqParams)
 
 
-def test_unknown_fields_of_a_newer_base_class():
+def test_unknown_fields_of_a_newer_base_class(monkeypatch):
     @dataclasses.dataclass
     class Newer(PackedSeqParams):
         total_tokens: int | None = None
+        seq_idx: torch.Tensor | None = None
         pad_between_seqs: bool | None = None
 
-    Subclass = dataclasses.dataclass(
-        type("Subclass", (Newer,), dict(PackedSeqParamsWithValidTokens.__dict__))
-    )
-    made = Subclass(qkv_format="thd", cu_seqlens_q=1, cu_seqlens_q_padded=2)
-    assert made.pad_between_seqs is True and made.num_chunks == 1
+    monkeypatch.setattr("megatron.core.packed_seq_params.PackedSeqParams", Newer)
+    spec = importlib.util.spec_from_file_location("batch_on_a_newer_base", batch_module.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+
+    text = text_rows()
+    for multiple in (1, 8):
+        plan = make_plan(text, alignment=multiple)
+        params = module.PackedBatch.from_plan(plan, text).to("cpu").packed_seq_params
+        assert isinstance(params, Newer)
+        assert params.pad_between_seqs is (multiple != 1)
+        assert params.chunk(2)[1].cu_seqlens_q[0] == 0
+        assert params.total_tokens is None and params.chunk_total_tokens == plan.total_tokens
 
 
 def test_journeys_change_nothing():

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.packed.errors import DataError
-from megatron.packed.packing import PackPlan, build_document_packer
-from megatron.packed.packing import reference
+from megatron.packed.packing import PackPlan, build_document_packer, reference
 from megatron.packed.packing.native import core
-from megatron.packed.packing.packers import MAX_WAIT_STEPS, STRATEGIES
+from megatron.packed.packing.packer_workload import MAX_WAIT_STEPS
+from megatron.packed.packing.packers import STRATEGIES
 
 PACKERS = [name for name in STRATEGIES if name != "rows"]
 
@@ -250,9 +250,7 @@ def test_core_equals_reference(costs, capacity, used, rooms):
         core.best_fit_decreasing(costs, capacity),
         reference.best_fit_decreasing(costs, capacity),
     )
-    for mine, theirs in zip(
-        core.group(costs, 51), reference.group(costs, 51), strict=True
-    ):
+    for mine, theirs in zip(core.group(costs, 51), reference.group(costs, 51), strict=True):
         same(mine, theirs)
     loads = (rooms * 7) % 13
     same(

@@ -100,9 +100,7 @@ def test_shared_cases():
                 total_tokens=case.get("total_tokens"),
             )
     for case in cases["dispatch"]:
-        part = make_partition(
-            "dispatch", case["cu_seqlens"], case["cp"], chunk_size=case["chunk"]
-        )
+        part = make_partition("dispatch", case["cu_seqlens"], case["cp"], chunk_size=case["chunk"])
         mine = [np.flatnonzero(part.chunk_ranks == r).tolist() for r in range(case["cp"])]
         assert mine == case["chunks"]
     for case in cases["real_tokens_per_rank"]:
@@ -171,9 +169,7 @@ def test_balance(kind, bound, cp):
         alignment = Alignment(pack=1024 * cp)
         options["chunk_size"] = 1024
     plan = PackPlan.from_documents(lengths, 0, alignment=alignment)
-    part = make_partition(
-        kind, plan.cu_seqlens_padded, cp, cu_seqlens=plan.cu_seqlens, **options
-    )
+    part = make_partition(kind, plan.cu_seqlens_padded, cp, cu_seqlens=plan.cu_seqlens, **options)
     work = attention_work(plan, part)
     assert work.sum() == (lengths * (lengths + 1) // 2).sum()
     assert work.max() / work.mean() <= bound

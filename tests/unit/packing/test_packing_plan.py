@@ -46,9 +46,7 @@ def batches(draw):
     with_extra = draw(st.booleans())
     lengths = None
     if draw(st.booleans()):
-        lengths = draw(
-            st.lists(st.integers(0, width + 1), min_size=num_rows, max_size=num_rows)
-        )
+        lengths = draw(st.lists(st.integers(0, width + 1), min_size=num_rows, max_size=num_rows))
     return (
         [row[:-1] for row in text_rows],
         [row[-1] for row in text_rows] if with_extra else None,
@@ -198,9 +196,7 @@ def test_boundaries_from_the_document_index():
     rows = np.array([[1, 5, 1, 6, 7], [8, 9, 1, 2, 3]])
     index = boundaries_from_document_index([[3, 2], [2, 3]], 4, closed_at_end=[True, True])
     assert index.lengths.tolist() == [3, 1, 2, 2]
-    plan = build_pack_plan(
-        rows[:, :-1], 1, 0, extra_token=rows[:, -1], boundaries=index
-    )
+    plan = build_pack_plan(rows[:, :-1], 1, 0, extra_token=rows[:, -1], boundaries=index)
     assert plan.gather_labels(rows, fill=-1).tolist() == [5, 1, -1, 7, 9, -1, 2, 3]
 
 
