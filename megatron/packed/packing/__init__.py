@@ -16,7 +16,8 @@ from megatron.packed.packing.boundaries import (
     generate_cu_seqlens_and_max_seqlen_batch,
 )
 from megatron.packed.packing.documents import DocumentPack, PackerCounters
-from megatron.packed.packing.packers import DocumentPacker, build_document_packer
+from megatron.packed.packing.packer_base import DocumentPacker
+from megatron.packed.packing.packers import build_document_packer
 from megatron.packed.packing.plan import PackPlan
 from megatron.packed.packing.rows import build_pack_plan
 from megatron.packed.packing.views import PackStatistics, PackView
