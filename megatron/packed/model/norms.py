@@ -24,6 +24,9 @@ _PARTIAL_SUMS = 64
 class _Norm(Module):
     """What both norms share: the gain, its centring and its sequence-parallel mark.
 
+    The result has the dtype of the weights: with ``--fp32-residual-connection`` what comes in is
+    fp32 and the linear layer that follows is bf16.
+
     Args:
         config: Transformer configuration (``layernorm_zero_centered_gamma``,
             ``sequence_parallel``, ``params_dtype``).
@@ -65,7 +68,7 @@ class RMSNorm(_Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``x`` ``[..., hidden_size]``."""
-        return _RMSNormFunction.apply(x, self._gain(), self.eps)
+        return _RMSNormFunction.apply(x, self._gain(), self.eps).to(self.weight.dtype)
 
 
 class LayerNorm(_Norm):
@@ -84,7 +87,7 @@ class LayerNorm(_Norm):
         out = F.layer_norm(
             x.to(dtype), self.hidden_size, self._gain().to(dtype), self.bias.to(dtype), self.eps
         )
-        return out.to(x.dtype)
+        return out.to(self.weight.dtype)
 
 
 class _RMSNormFunction(torch.autograd.Function):
