@@ -29,6 +29,7 @@ BROKEN = [
         "--overlap-grad-reduce",
         1,
     ),
+    ("distributed_optimizer", "--optimizer sgd --use-distributed-optimizer", "--optimizer sgd", 1),
     ("head_width", "--hidden-size 66", "--hidden-size 66: .*--num-attention-heads 4", 1),
     (
         "heads_over_tensor_parallel",

@@ -60,10 +60,19 @@ def overlapped_parameter_gather(config: Config) -> Iterator[str]:
         )
 
 
+def distributed_optimizer(config: Config) -> Iterator[str]:
+    if config.parallel.use_distributed_optimizer and config.optimization.optimizer != "adam":
+        yield (
+            f"--optimizer {config.optimization.optimizer}: megatron-core shards Adam's state "
+            "alone; leave --use-distributed-optimizer out or use --optimizer adam"
+        )
+
+
 RULES = (
     launcher_rank,
     context_parallelism,
     world_size,
     global_batch,
     overlapped_parameter_gather,
+    distributed_optimizer,
 )
