@@ -129,8 +129,14 @@ def test_another_seed_is_another_run(train: Train) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "layout"),
-    [(1, ""), (2, "--use-distributed-optimizer"), (2, TP2_SP), (2, PP2)],
-    ids=["one-process", "dp2", "tp2-sp", "pp2"],
+    [
+        (1, ""),
+        (1, "--fp32-residual-connection"),
+        (2, "--use-distributed-optimizer"),
+        (2, TP2_SP),
+        (2, PP2),
+    ],
+    ids=["one-process", "fp32-residual", "dp2", "tp2-sp", "pp2"],
 )
 def test_bf16_follows_fp32(world_size: int, layout: str, train: Train) -> None:
     flags = f"{LLAMA} {NO_DROPOUT} --micro-batch-size 2"
