@@ -324,6 +324,46 @@ def workload_table() -> None:
     print()
 
 
+class Batches(torch.utils.data.Dataset):
+    """Micro-batches made in a data-loader worker from rows that are at hand."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> PackedBatch:
+        del index
+        return to_tensors(self.rows)
+
+
+def loader_table() -> None:
+    """What a step sees of all this: the wait in `next()` while steps of some length run."""
+    print("## Data time visible to the step, one worker\n")
+    print("| pack | step, ms | wait in next(), ms | share |")
+    print("|---|---|---|---|")
+    for tokens, step in ((4096, 0.1), (65536, 0.1), (1 << 20, 0.5)):
+        rows = rows_of(corpus_lengths(), max(tokens // 8192, 1), min(tokens, 8192))
+        loader = torch.utils.data.DataLoader(
+            Batches(rows), batch_size=None, num_workers=1, prefetch_factor=2
+        )
+        batches = iter(loader)
+        waits = []
+        for _ in range(12):
+            start = time.perf_counter()
+            next(batches)
+            waits.append(time.perf_counter() - start)
+            time.sleep(step)
+        wait = float(np.median(waits[2:]))
+        print(
+            f"| {tokens:,} tokens | {step * 1e3:.0f} | {wait * 1e3:.2f} "
+            f"| {100 * wait / (wait + step):.2f} % |"
+        )
+        del batches, loader
+    print()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
@@ -335,6 +375,7 @@ def main() -> None:
     linearity(options.quick)
     packer_tables()
     workload_table()
+    loader_table()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Alignment:
         sequence_parallel: bool = False,
         quantisation: str | None = None,
         mode: str = "default",
+        chunk_size: int = 1,
     ) -> Alignment:
         """Return the alignment that a parallel layout needs.
 
@@ -62,6 +63,8 @@ class Alignment:
                 "segment" is the rule of Megatron forks: every segment to `tp * cp * 2` (with
                 FP8 `tp * cp * 16`), and with one context-parallel rank the pack to `tp` (with
                 FP8 `tp * 8`).
+            chunk_size: tokens of a dispatched chunk where the engine fixes it; the pack then
+                divides into whole chunks for every rank.
 
         Raises:
             ValueError: for an unknown name, a size below 1, or mode "pack" with a partition that
@@ -69,6 +72,9 @@ class Alignment:
         """
         checks.integer("cp_size", cp_size, 1)
         checks.integer("tp_size", tp_size, 1)
+        checks.integer("chunk_size", chunk_size, 1)
+        if chunk_size != 1 and partition != "dispatch":
+            raise ValueError(f"chunk_size: only dispatch cuts chunks, got it with {partition!r}")
         if partition not in PARTITIONS:
             raise ValueError(f"partition: {partition!r} must be one of {', '.join(PARTITIONS)}")
         if mode not in MODES:
@@ -81,7 +87,7 @@ class Alignment:
         per_segment = partition == "zigzag" and cp_size > 1
         halves = 2 if partition == "zigzag_pack" and cp_size > 1 else 1
         # Quantised products see the tokens of one TP rank even where only the tail is padded.
-        needed = math.lcm(cp_size * halves * tp, cp_size * tp * multiple)
+        needed = math.lcm(cp_size * halves * tp, cp_size * tp * multiple, cp_size * chunk_size)
 
         match mode:
             case "segment" if cp_size > 1:

@@ -157,19 +157,19 @@ def attention_work(plan, part):
     return np.array([work[part.indices(rank)].sum() for rank in range(part.cp_size)])
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("zigzag", 1.01), ("dispatch", 1.02)])
+@pytest.mark.parametrize(
+    ("kind", "chunk_size", "bound"),
+    [("zigzag", None, 1.01), ("dispatch", 1024, 1.02), ("dispatch", None, 1.02)],
+)
 @pytest.mark.parametrize("cp", [2, 4, 8])
-def test_balance(kind, bound, cp):
+def test_balance(kind, chunk_size, bound, cp):
     rng = np.random.default_rng(5)
     lengths = np.minimum(rng.lognormal(7.5, 1.3, 60).astype(int) + 2, 20000)
-    # Dispatch can balance only as finely as its chunks: give it the usual 1K ones.
-    alignment = Alignment.for_layout(partition=kind, cp_size=cp)
-    options = {}
-    if kind == "dispatch":
-        alignment = Alignment(pack=1024 * cp)
-        options["chunk_size"] = 1024
+    alignment = Alignment.for_layout(partition=kind, cp_size=cp, chunk_size=chunk_size or 1)
     plan = PackPlan.from_documents(lengths, 0, alignment=alignment)
-    part = make_partition(kind, plan.cu_seqlens_padded, cp, cu_seqlens=plan.cu_seqlens, **options)
+    part = make_partition(
+        kind, plan.cu_seqlens_padded, cp, cu_seqlens=plan.cu_seqlens, chunk_size=chunk_size
+    )
     work = attention_work(plan, part)
     assert work.sum() == (lengths * (lengths + 1) // 2).sum()
     assert work.max() / work.mean() <= bound

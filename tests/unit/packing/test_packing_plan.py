@@ -208,6 +208,7 @@ def test_boundaries_from_the_document_index():
         (dict(partition="zigzag", cp_size=2, tp_size=4), (4, 2)),
         (dict(partition="zigzag", cp_size=2, tp_size=4, sequence_parallel=True), (16, 8)),
         (dict(partition="dispatch", cp_size=4), (1, 4)),
+        (dict(partition="dispatch", cp_size=4, chunk_size=1024), (1, 4096)),
         (dict(cp_size=2, tp_size=2, sequence_parallel=True, quantisation="fp8"), (1, 64)),
         (dict(cp_size=2, quantisation="mxfp8"), (1, 64)),
         (dict(cp_size=2, quantisation="nvfp4"), (1, 256)),
