@@ -66,6 +66,7 @@ def build_gpt_model(
             gated_linear_unit=transformer_config.gated_linear_unit,
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            vocab_size=vocab_size,
         ),
         layer_offset=get_transformer_layer_offset(transformer_config),
     )

@@ -19,6 +19,8 @@ import torch
 _LAYER = re.compile(r"(?P<prefix>.*\bdecoder\.layers\.)(?P<number>\d+)(?P<rest>\..*)")
 # Projections whose output is added to the residual stream (upstream: output_layer_init_method).
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+_OUTPUT_LAYER = "output_layer.weight"
 # Elements generated at a time: bounds the int64 temporaries to a few MiB.
 _CHUNK = 1 << 18
 
@@ -40,6 +42,8 @@ class InitializationConfig:
         gated_linear_unit: fc1 holds gate and up projections, interleaved per tensor-parallel rank.
         tp_rank: tensor-parallel rank of this process.
         tp_size: tensor-parallel size.
+        vocab_size: real ids; the vocabulary's padding rows, whose number depends on `tp_size`,
+            start at zero and stay there.
     """
 
     seed: int
@@ -48,6 +52,7 @@ class InitializationConfig:
     gated_linear_unit: bool
     tp_rank: int
     tp_size: int
+    vocab_size: int
 
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
@@ -153,12 +158,15 @@ def initialize_weights(
         if parameter.dim() < 2:
             continue
         whole_name = global_parameter_name(name, layer_offset)
-        if whole_name == "output_layer.weight" and getattr(parameter, "shared_embedding", False):
+        if whole_name == _OUTPUT_LAYER and getattr(parameter, "shared_embedding", False):
             # The last stage's copy of tied embeddings.
-            whole_name = "embedding.word_embeddings.weight"
+            whole_name = _WORD_EMBEDDINGS
         key = stream_key(config.seed, whole_name)
         std = weight_std(whole_name, config)
         matrix = parameter.view(parameter.shape[0], -1)
         for start, indices in _element_index_chunks(name, parameter, config):
             values = counter_normal(key, indices.to(parameter.device), std)
             matrix[start : start + indices.shape[0]].copy_(values)
+        if whole_name in (_WORD_EMBEDDINGS, _OUTPUT_LAYER):
+            first = config.tp_rank * matrix.shape[0]
+            matrix[max(0, config.vocab_size - first) :].zero_()

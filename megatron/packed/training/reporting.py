@@ -55,7 +55,6 @@ class Reporter:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     _steps: list[StepResult] = field(default_factory=list)
-    _pending: BatchStatistics = field(default_factory=BatchStatistics)
     _since: float = field(default_factory=time.perf_counter)
 
     def record(

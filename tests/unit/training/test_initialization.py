@@ -40,6 +40,7 @@ class _Stage(torch.nn.Module):
 
 def _config(tp_rank: int = 0, tp_size: int = 1, **changes: object) -> InitializationConfig:
     values = {"seed": 1234, "std": STD, "num_layers": LAYERS, "gated_linear_unit": True}
+    values["vocab_size"] = 1 << 20
     return InitializationConfig(**(values | changes), tp_rank=tp_rank, tp_size=tp_size)
 
 
@@ -119,6 +120,20 @@ def test_more_rows_do_not_move_the_first() -> None:
     name = "embedding.word_embeddings.weight"
     small, large = (_fill({name: ((rows, 12), 0)})[name] for rows in (48, 96))
     assert torch.equal(large[:48], small)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_vocabulary_padding_starts_at_zero(tp_size: int) -> None:
+    """So that the norm of the parameters is that of the real ones, whatever the padding."""
+    name = "output_layer.weight"
+    whole = _fill({name: ((48, 12), 0)})[name]
+    shards = [
+        _fill({name: ((48, 12), 0)}, tp_rank=rank, tp_size=tp_size, vocab_size=37)[name]
+        for rank in range(tp_size)
+    ]
+    joined = torch.cat(shards)
+    assert torch.equal(joined[:37], whole[:37])
+    assert not joined[37:].any()
 
 
 def test_depends_on_seed_name_and_nothing_else() -> None:
