@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -223,20 +223,27 @@ class PackedBatch:
         # longer than the gathers.
         host = np.empty(layout.num_bytes, dtype=np.uint8)
         view.write(rows, layout, host)
+        params = PackedSeqParamsWithValidTokens(
+            qkv_format="thd",
+            max_seqlen_q=plan.max_seqlen_padded,
+            max_seqlen_kv=plan.max_seqlen_padded,
+            cu_seqlens_host=plan.cu_seqlens,
+            cu_seqlens_padded_host=plan.cu_seqlens_padded,
+            max_seqlen=plan.max_seqlen,
+            chunk_total_tokens=plan.total_tokens,
+            chunk_num_valid_tokens=int(plan.cu_seqlens[-1]),
+            chunk_index=chunk_index,
+            num_chunks=num_chunks,
+            valid_total_num_tokens=plan.whole_pack_valid_tokens,
+            valid_tokens_per_row=plan.valid_tokens_per_row,
+            partition=partition,
+            cp_rank=rank,
+        )
         layout.write_header(
             host,
-            [
-                plan.max_seqlen,
-                plan.max_seqlen_padded,
-                plan.total_tokens,
-                plan.whole_pack_valid_tokens,
-                rank,
-                chunk_index,
-                num_chunks,
-                *vars(plan.statistics).values(),
-            ],
+            [*(getattr(params, name) for name in _IN_HEADER), *vars(plan.statistics).values()],
         )
-        return cls.from_buffer(torch.from_numpy(host), partition=partition)
+        return cls._over(torch.from_numpy(host), layout, params, plan.statistics)
 
     @classmethod
     def from_buffer(cls, buffer: Tensor, *, partition: PartitionLike | None = None) -> PackedBatch:
@@ -251,27 +258,21 @@ class PackedBatch:
         """
         layout, numbers = BufferLayout.read_header(buffer.numpy())
         arrays = layout.arrays(buffer.numpy())
-        (longest, longest_padded, total, valid_total, rank, chunk_index, num_chunks) = numbers[:7]
         real, padded = arrays["cu_seqlens"].copy(), arrays["cu_seqlens_padded"].copy()
         if np.array_equal(real, padded):
             padded = real
+        numbered = dict(zip(_IN_HEADER, numbers, strict=False))
         params = PackedSeqParamsWithValidTokens(
             qkv_format="thd",
-            max_seqlen_q=longest_padded,
-            max_seqlen_kv=longest_padded,
+            max_seqlen_kv=numbered["max_seqlen_q"],
             cu_seqlens_host=real,
             cu_seqlens_padded_host=padded,
-            max_seqlen=longest,
-            chunk_total_tokens=total,
-            chunk_num_valid_tokens=int(real[-1]),
-            chunk_index=chunk_index,
-            num_chunks=num_chunks,
-            valid_total_num_tokens=valid_total,
             valid_tokens_per_row=arrays["valid_tokens_per_row"].copy(),
             partition=partition,
-            cp_rank=rank,
+            **numbered,
         )
-        statistics = PackStatistics(*numbers[7:12])
+        first = len(_IN_HEADER)
+        statistics = PackStatistics(*numbers[first : first + _NUM_STATISTICS])
         return cls._over(buffer, layout, params, statistics)
 
     @classmethod
@@ -282,7 +283,7 @@ class PackedBatch:
         params: PackedSeqParamsWithValidTokens,
         statistics: PackStatistics,
     ) -> PackedBatch:
-        """Take views of a buffer on any device; sizes come from the host."""
+        """Take views of a buffer on any device, and put them into `params`."""
 
         def view(name: str) -> Tensor:
             at, dtype, shape, num_bytes = layout.sections[name]
@@ -294,7 +295,6 @@ class PackedBatch:
         cu_seqlens = padded = view("cu_seqlens")[0]
         if params.cu_seqlens_padded_host is not params.cu_seqlens_host:
             padded = view("cu_seqlens_padded")[0]
-        params = copy.copy(params)
         params.cu_seqlens_q = params.cu_seqlens_kv = cu_seqlens
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = padded
         params.valid_local_token_mask = valid_mask
@@ -325,7 +325,8 @@ class PackedBatch:
         )
 
     def _on(self, buffer: Tensor) -> PackedBatch:
-        return self._over(buffer, self.layout, self.packed_seq_params, self.statistics)
+        params = copy.copy(self.packed_seq_params)
+        return self._over(buffer, self.layout, params, self.statistics)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> PackedBatch:
         """Copy to a device; one copy, which from pinned memory doesn't wait for the device."""
@@ -344,6 +345,18 @@ def _rebuild(buffer: Tensor, partition: PartitionLike | None) -> PackedBatch:
     return PackedBatch.from_buffer(buffer, partition=partition)
 
 
+# Fields of the parameters that travel in the buffer's header, before the statistics.
+_IN_HEADER = (
+    "max_seqlen",
+    "max_seqlen_q",
+    "chunk_total_tokens",
+    "chunk_num_valid_tokens",
+    "chunk_index",
+    "num_chunks",
+    "valid_total_num_tokens",
+    "cp_rank",
+)
+_NUM_STATISTICS = len(fields(PackStatistics))
 _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,

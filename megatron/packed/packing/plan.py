@@ -164,7 +164,8 @@ class PackPlan:
     def supervised_tokens(self, depth: int = 0) -> int:
         """Positions with a target of this depth."""
         shift = 1 + checks.integer("depth", depth, 0)
-        return int(np.clip(self.extents - shift, 0, self.lengths).sum())
+        held = np.minimum(self.extents - shift, self.lengths)
+        return int(np.maximum(held, 0).sum())
 
     @cached_property
     def statistics(self) -> PackStatistics:
@@ -304,8 +305,12 @@ def assemble(
         raise ValueError(f"tokens: a pack of {total} tokens exceeds 2**31 - 1")
     if total != aligned:
         cu_padded[-1] = total
-    if np.array_equal(cu_padded, cu_seqlens):
+    max_seqlen = max_seqlen_padded = int(lengths.max())
+    if total == int(cu_seqlens[-1]):
+        # No segment is shorter than its slot, or the ends would differ.
         cu_padded = cu_seqlens
+    else:
+        max_seqlen_padded = int(np.diff(cu_padded).max())
     return PackPlan(
         rows=rows,
         offsets=offsets,
@@ -314,8 +319,8 @@ def assemble(
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_padded,
         total_tokens=total,
-        max_seqlen=int(lengths.max()),
-        max_seqlen_padded=int(np.diff(cu_padded).max()),
+        max_seqlen=max_seqlen,
+        max_seqlen_padded=max_seqlen_padded,
         valid_tokens_per_row=valid_tokens_per_row,
         row_width=row_width,
         pad_id=pad_id,
