@@ -31,8 +31,10 @@ class Alignment:
     pack: int = 1
 
     def __post_init__(self) -> None:
-        checks.integer("alignment.segment", self.segment, 1)
-        checks.integer("alignment.pack", self.pack, 1)
+        for name in ("segment", "pack"):
+            value = checks.integer(f"alignment.{name}", getattr(self, name), 1)
+            if value > 2**31 - 1:
+                raise ValueError(f"alignment.{name}: {value} exceeds 2**31 - 1")
 
     @property
     def pack_multiple(self) -> int:
