@@ -107,4 +107,69 @@ CPU_OPS_CLONES void softmax_row_backward(const float *x, float *out, float lse, 
     for (std::int64_t i = 0; i < n; ++i) to[i] = fast_exp(from[i] - lse) * grad;
 }
 
+// Turns scores into weights exp(score - top) with the running maximum `top`, adds them to `total`,
+// and brings what `sum` and `total` held so far to a new maximum. Columns from `seen` on lie in the
+// future: weight 0.
+CPU_OPS_CLONES void softmax_row_online(float *__restrict scores, std::int64_t seen,
+                                       std::int64_t keys, float *top, float *total,
+                                       float *__restrict sum, std::int64_t width) {
+    float highest[lanes];
+    for (int j = 0; j < lanes; ++j) highest[j] = *top;
+    std::int64_t i = 0;
+    for (; i + lanes <= seen; i += lanes)
+        for (int j = 0; j < lanes; ++j)
+            highest[j] = scores[i + j] > highest[j] ? scores[i + j] : highest[j];
+    for (int j = 0; i + j < seen; ++j)
+        highest[j] = scores[i + j] > highest[j] ? scores[i + j] : highest[j];
+    float now = *top;
+    for (int j = 0; j < lanes; ++j) now = highest[j] > now ? highest[j] : now;
+    float acc[lanes] = {};
+    for (i = 0; i + lanes <= seen; i += lanes)
+        for (int j = 0; j < lanes; ++j) {
+            const float weight = fast_exp(scores[i + j] - now);
+            scores[i + j] = weight;
+            acc[j] += weight;
+        }
+    for (int j = 0; i + j < seen; ++j) {
+        const float weight = fast_exp(scores[i + j] - now);
+        scores[i + j] = weight;
+        acc[j] += weight;
+    }
+    for (i = seen; i < keys; ++i) scores[i] = 0.0f;
+    if (now != *top) {
+        const float shrink = fast_exp(*top - now);
+        *total *= shrink;
+        for (i = 0; i < width; ++i) sum[i] *= shrink;
+        *top = now;
+    }
+    *total += sum_lanes(acc);
+}
+
+// weights: score -> exp(score - lse). slopes: dP -> dS = weight * (dP - delta) * scale.
+CPU_OPS_CLONES void attention_row_backward(float *__restrict weights, float *__restrict slopes,
+                                           std::int64_t seen, std::int64_t keys, float lse,
+                                           float delta, float scale) {
+    for (std::int64_t i = 0; i < seen; ++i) {
+        const float weight = fast_exp(weights[i] - lse);
+        weights[i] = weight;
+        slopes[i] = weight * (slopes[i] - delta) * scale;
+    }
+    for (std::int64_t i = seen; i < keys; ++i) weights[i] = slopes[i] = 0.0f;
+}
+
+CPU_OPS_CLONES void scale_row(const float *__restrict x, float *__restrict out, float factor,
+                              std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) out[i] = x[i] * factor;
+}
+
+CPU_OPS_CLONES float dot_row(const float *__restrict a, const float *__restrict b,
+                             std::int64_t n) {
+    float acc[lanes] = {};
+    std::int64_t i = 0;
+    for (; i + lanes <= n; i += lanes)
+        for (int j = 0; j < lanes; ++j) acc[j] += a[i + j] * b[i + j];
+    for (int j = 0; i + j < n; ++j) acc[j] += a[i + j] * b[i + j];
+    return sum_lanes(acc);
+}
+
 } // namespace cpu_ops

@@ -50,20 +50,28 @@ __attribute__((always_inline)) inline float sum_lanes(const float *acc) {
     return total;
 }
 
-CPU_OPS_CLONES void rms_norm_row(const float *x, const float *gain, float *out, float *rstd,
+void rms_norm_row(const float *x, const float *gain, float *out, float *rstd,
                                  std::int64_t n, float eps);
-CPU_OPS_CLONES void rms_norm_row_backward(const float *grad, const float *x, const float *gain,
+void rms_norm_row_backward(const float *grad, const float *x, const float *gain,
                                           float rstd, float *dx, float *dgain, std::int64_t n);
-CPU_OPS_CLONES void swiglu_row(const float *x, float *out, std::int64_t n);
-CPU_OPS_CLONES void swiglu_row_backward(const float *grad, const float *x, float *dx,
+void swiglu_row(const float *x, float *out, std::int64_t n);
+void swiglu_row_backward(const float *grad, const float *x, float *dx,
                                         std::int64_t n);
-CPU_OPS_CLONES void rotate_row(const float *x, float *out, const float *cos, const float *sin,
+void rotate_row(const float *x, float *out, const float *cos, const float *sin,
                                float sign, std::int64_t half, std::int64_t width);
-CPU_OPS_CLONES void rotate_row_interleaved(const float *x, float *out, const float *cos,
+void rotate_row_interleaved(const float *x, float *out, const float *cos,
                                            const float *sin, float sign, std::int64_t half,
                                            std::int64_t width);
-CPU_OPS_CLONES float log_sum_exp_row(const float *x, std::int64_t n);
-CPU_OPS_CLONES void softmax_row_backward(const float *x, float *out, float lse, float grad,
+float log_sum_exp_row(const float *x, std::int64_t n);
+void softmax_row_backward(const float *x, float *out, float lse, float grad,
                                          std::int64_t n);
+
+// One row of an online softmax step; see kernels.cpp.
+void softmax_row_online(float *scores, std::int64_t seen, std::int64_t keys,
+                                       float *top, float *total, float *sum, std::int64_t width);
+void attention_row_backward(float *weights, float *slopes, std::int64_t seen,
+                                           std::int64_t keys, float lse, float delta, float scale);
+void scale_row(const float *x, float *out, float factor, std::int64_t n);
+float dot_row(const float *a, const float *b, std::int64_t n);
 
 } // namespace cpu_ops

@@ -7,7 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <tuple>
 
+#include "attention.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -108,16 +110,54 @@ void cross_entropy_backward(uintptr_t x, uintptr_t y, uintptr_t lse, uintptr_t g
     });
 }
 
+// (address, row stride, slot stride, head stride)
+using StreamArguments = std::tuple<uintptr_t, int64_t, int64_t, int64_t>;
+
+Stream stream(const StreamArguments &a) {
+    return {out(std::get<0>(a)), std::get<1>(a), std::get<2>(a), std::get<3>(a)};
+}
+
+void attention(const StreamArguments &q, const StreamArguments &k, const StreamArguments &v,
+               const StreamArguments &y, const StreamArguments &lse, uintptr_t segments,
+               int64_t count, int64_t heads, int64_t kv_heads, int64_t width, int64_t value_width,
+               float scale, int threads) {
+    const py::gil_scoped_release release;
+    attention_forward(stream(q), stream(k), stream(v), stream(y), stream(lse),
+                      reinterpret_cast<const int64_t *>(segments), count,
+                      {heads, kv_heads, width, value_width, scale}, threads);
+}
+
+void attention_gradients(const StreamArguments &grad, const StreamArguments &q,
+                         const StreamArguments &k, const StreamArguments &v,
+                         const StreamArguments &y, const StreamArguments &lse,
+                         const StreamArguments &dq, const StreamArguments &dk,
+                         const StreamArguments &dv, uintptr_t segments, int64_t count,
+                         int64_t heads, int64_t kv_heads, int64_t width, int64_t value_width,
+                         float scale, int threads) {
+    const py::gil_scoped_release release;
+    attention_backward(stream(grad), stream(q), stream(k), stream(v), stream(y), stream(lse),
+                       stream(dq), stream(dk), stream(dv),
+                       reinterpret_cast<const int64_t *>(segments), count,
+                       {heads, kv_heads, width, value_width, scale}, threads);
+}
+
 } // namespace
 } // namespace cpu_ops
 
 PYBIND11_MODULE(_cpu_ops, m) {
     using namespace cpu_ops;
     const auto free = py::call_guard<py::gil_scoped_release>();
-    m.doc() = "fp32 element-wise training kernels on CPU; see megatron.packed.model.cpu_ops";
+    m.doc() = "fp32 element-wise training kernels on CPU; see megatron.packed.accelerator.cpu_ops";
     m.def("use_gomp", [](uintptr_t address) {
         gomp_parallel() = reinterpret_cast<GompParallel>(address);
     });
+    m.def("use_sgemm", [](uintptr_t address) { sgemm() = reinterpret_cast<Sgemm>(address); });
+    m.def("use_blas_threads", [](uintptr_t address) {
+        set_blas_threads() = reinterpret_cast<SetBlasThreads>(address);
+    });
+    m.def("has_sgemm", [] { return sgemm() != nullptr; });
+    m.def("attention", &attention);
+    m.def("attention_backward", &attention_gradients);
     m.def("rms_norm", &rms_norm, free);
     m.def("rms_norm_backward", &rms_norm_backward, free);
     m.def("swiglu", &swiglu, free);

@@ -16,6 +16,32 @@ inline GompParallel &gomp_parallel() {
     return pointer;
 }
 
+// MKL_Set_Num_Threads_Local, where torch's BLAS is MKL. Which of its kernels a product takes, and so
+// how it rounds, depends on the number of threads that MKL believes it has, even inside a parallel
+// region where it never uses them. One thread for everybody makes results independent of who
+// computes what.
+using SetBlasThreads = int (*)(int);
+
+inline SetBlasThreads &set_blas_threads() {
+    static SetBlasThreads pointer = nullptr;
+    return pointer;
+}
+
+class OneBlasThread {
+  public:
+    OneBlasThread() {
+        if (set_blas_threads() != nullptr) before_ = set_blas_threads()(1);
+    }
+    ~OneBlasThread() {
+        if (set_blas_threads() != nullptr) set_blas_threads()(before_);
+    }
+    OneBlasThread(const OneBlasThread &) = delete;
+    OneBlasThread &operator=(const OneBlasThread &) = delete;
+
+  private:
+    int before_ = 0;
+};
+
 // Runs body(block) for block = 0 .. blocks-1 on at most `threads` threads. What a block computes does
 // not depend on who computes it: results are the same for any number of threads.
 template <class Body> void parallel_blocks(std::int64_t blocks, int threads, const Body &body) {
@@ -24,11 +50,8 @@ template <class Body> void parallel_blocks(std::int64_t blocks, int threads, con
         std::int64_t blocks;
         std::int64_t next;
     } shared{&body, blocks, 0};
-    if (threads <= 1 || blocks <= 1 || gomp_parallel() == nullptr) {
-        for (std::int64_t block = 0; block < blocks; ++block) body(block);
-        return;
-    }
     auto work = [](void *data) {
+        const OneBlasThread guard;
         auto *s = static_cast<Shared *>(data);
         while (true) {
             const std::int64_t block = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
@@ -36,7 +59,10 @@ template <class Body> void parallel_blocks(std::int64_t blocks, int threads, con
             (*s->body)(block);
         }
     };
-    gomp_parallel()(+work, &shared, static_cast<unsigned>(threads), 0);
+    if (threads <= 1 || blocks <= 1 || gomp_parallel() == nullptr)
+        work(&shared);
+    else
+        gomp_parallel()(+work, &shared, static_cast<unsigned>(threads), 0);
 }
 
 } // namespace cpu_ops

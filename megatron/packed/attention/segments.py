@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,14 @@ class SegmentLayout:
     lengths: tuple[int, ...]
     runs: tuple[Run, ...]
 
-    @property
+    @cached_property
+    def table(self) -> np.ndarray:
+        """int64 ``[segments, 3]``: row, first slot in the row, length; for compiled kernels."""
+        starts = np.array(self.starts, dtype=np.int64)
+        rows, offsets = np.divmod(starts, self.row_length)
+        return np.stack((rows, offsets, np.array(self.lengths, dtype=np.int64)), axis=1)
+
+    @cached_property
     def is_dense(self) -> bool:
         """Whether every slot belongs to a segment, so that no zero has to be written."""
         return sum(self.lengths) == self.rows * self.row_length

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.packed.model import cpu_ops
+from megatron.packed.accelerator import cpu_ops
 
 _CHUNK_BYTES_CPU = 1 << 20
 _CHUNK_BYTES_DEVICE = 1 << 28

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl as upstream_bias_swiglu
 from torch import Tensor
 
-from megatron.packed.model import cpu_ops
+from megatron.packed.accelerator import cpu_ops
 
 
 def swiglu(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron.packed.errors import ConfigurationError
-from megatron.packed.model import cpu_ops
+from megatron.packed.accelerator import cpu_ops
 
 _PARTIAL_SUMS = 64
 

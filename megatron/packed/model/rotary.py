@@ -22,7 +22,7 @@ from megatron.core.models.common.embeddings.rope_utils import (
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from megatron.packed.model import cpu_ops
+from megatron.packed.accelerator import cpu_ops
 
 
 class PositionIndexedRotaryEmbedding(RotaryEmbedding):

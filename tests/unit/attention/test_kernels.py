@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.packed.accelerator import cpu_ops
 from megatron.packed.attention.kernels import cpu, portable, reference
 from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
 
@@ -32,7 +33,7 @@ def random_lengths(seed: int) -> list[int]:
 SEGMENT_SETS = {
     "one_token": layout_of([1], 1),
     "empty_and_short": layout_of([0, 1, 0, 2, 0], 4),
-    "giant": layout_of([600, 3], 8),
+    "giant": layout_of([1300, 3], 8),
     "equal_runs": layout_of([5, 5, 5, 5, 2, 7, 7], 8),
     "long_tail": layout_of([3, 9], 1, tail=20),
     "no_segment": layout_of([0], 1, tail=6),
@@ -77,7 +78,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("layout", SEGMENT_SETS.values(), ids=SEGMENT_SETS)
-def test_matches_the_dense_reference(layout, heads, dtype, kernel):
+def test_matches_the_dense_reference(layout, heads, dtype, kernel, implementation):
     leaves, grad, valid = inputs(layout, heads, dtype)
     dense = [x.detach().double().requires_grad_() for x in leaves]
     wanted = run(reference, dense, grad, layout)
@@ -89,7 +90,7 @@ def test_matches_the_dense_reference(layout, heads, dtype, kernel):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-def test_half_precision_is_as_good_as_rounding_the_result(dtype, heads):
+def test_half_precision_is_as_good_as_rounding_the_result(dtype, heads, implementation):
     layout = SEGMENT_SETS["random5"]
     leaves, grad, _ = inputs(layout, heads, dtype)
     dense = [x.detach().double().requires_grad_() for x in leaves]
@@ -102,7 +103,7 @@ def test_half_precision_is_as_good_as_rounding_the_result(dtype, heads):
 
 @pytest.mark.parametrize("kernel", [cpu, portable], ids=["cpu", "portable"])
 @pytest.mark.parametrize("name", ["long_tail", "empty_and_short", "random3", "no_segment"])
-def test_garbage_in_padding_changes_nothing(name, kernel):
+def test_garbage_in_padding_changes_nothing(name, kernel, implementation):
     layout = SEGMENT_SETS[name]
     clean, grad, valid = inputs(layout, HEADS["gqa"], torch.float32)
     dirty, dirty_grad, _ = inputs(layout, HEADS["gqa"], torch.float32, garbage=True)
@@ -112,7 +113,7 @@ def test_garbage_in_padding_changes_nothing(name, kernel):
         assert torch.count_nonzero(got[~valid]) == 0
 
 
-def test_one_batched_call_equals_single_calls_bitwise():
+def test_one_batched_call_equals_single_calls_bitwise(implementation):
     lengths = [33] * 6
     batched = layout_of(lengths, 40)
     leaves, grad, _ = inputs(batched, HEADS["mha"], torch.float32)
@@ -125,7 +126,7 @@ def test_one_batched_call_equals_single_calls_bitwise():
             assert torch.equal(got, want[:, part])
 
 
-def test_views_into_one_projection_need_no_copy_and_agree():
+def test_views_into_one_projection_need_no_copy_and_agree(implementation):
     layout = SEGMENT_SETS["random2"]
     mixed = torch.randn(1, layout.row_length, 4, 48)
     views = [x.requires_grad_() for x in mixed.split(16, dim=3)]
@@ -135,7 +136,7 @@ def test_views_into_one_projection_need_no_copy_and_agree():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_strided_channels_are_handled():
+def test_strided_channels_are_handled(implementation):
     layout = SEGMENT_SETS["random2"]
     leaves, grad, _ = inputs(layout, HEADS["mha"], torch.float32)
     odd = [x.detach().transpose(2, 3).contiguous().transpose(2, 3) for x in leaves]
@@ -146,7 +147,7 @@ def test_strided_channels_are_handled():
         assert torch.equal(got, want)
 
 
-def test_saved_memory_is_linear_in_tokens():
+def test_saved_memory_is_linear_in_tokens(implementation):
     layout = layout_of([2048], 1)
     leaves, _, _ = inputs(layout, (2, 2, 16, 16), torch.float32)
     saved: list[torch.Tensor] = []
@@ -154,6 +155,33 @@ def test_saved_memory_is_linear_in_tokens():
         cpu.segment_attention(*leaves, layout, 0.25)
     per_token = sum(x.numel() for x in saved) / 2048
     assert per_token == 4 * 2 * 16 + 2  # q, k, v, out; one log-sum-exp per head
+
+
+@pytest.mark.parametrize("lengths", [[300, 40, 1], [100], [1300]], ids=str)
+@pytest.mark.parametrize("heads", [(6, 2, 16, 16), (1, 1, 64, 64)], ids=str)
+def test_threads_do_not_change_a_bit(lengths, heads):
+    """Ours; torch's backward rounds differently on one thread and on two."""
+    if cpu_ops.load() is None:
+        pytest.skip("the extension megatron.packed._cpu_ops is not built")
+    layout = layout_of(lengths, 8)
+    leaves, grad, _ = inputs(layout, heads, torch.float32)
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(run(cpu, leaves, grad, layout))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_large_scores_do_not_overflow(implementation):
+    layout = layout_of([200], 1)
+    leaves, grad, _ = inputs(layout, HEADS["mha"], torch.float32)
+    with torch.no_grad():
+        leaves[0].mul_(100)
+    dense = [x.detach().double().requires_grad_() for x in leaves]
+    wanted = run(reference, dense, grad, layout)
+    for got, want in zip(run(cpu, leaves, grad, layout), wanted, strict=True):
+        assert torch.isfinite(got).all()
+        assert relative(got, want) <= 1e-4  # scores of 1e3 carry 1e-4 of rounding themselves
 
 
 @pytest.mark.parametrize(

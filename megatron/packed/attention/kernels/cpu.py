@@ -1,10 +1,12 @@
-"""Exact causal attention inside segments on CPU, through torch's flash operator.
+"""Exact causal attention inside segments on CPU: fp32 by our C++ kernel, the rest by torch's.
 
-The operator keeps O(T) memory, is bitwise the same for any number of threads and honours the
-output and log-sum-exp it is given in backward. Its traps are closed here: it must never see an
-empty segment (SIGFPE), it accepts head counts that don't divide, it wants equal query-key and
-value widths and a unit stride in the last dimension, and bf16 is more than twice as slow in it as
-fp32 with casts around.
+Both keep O(T) memory and give the same bits in every run; ours also for any number of threads.
+Half precision is cast to fp32 and back: twice as fast as torch's own half-precision kernel, and
+more exact.
+
+The traps of torch's operator, which serves fp64 and installations without the extension, are
+closed here: it must never see an empty segment (SIGFPE), it accepts head counts that don't divide,
+and it wants equal query-key and value widths and a unit stride in the last dimension.
 
 Source: ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`` of PyTorch; FlashAttention-2
 (https://arxiv.org/abs/2307.08691).
@@ -12,10 +14,14 @@ Source: ``aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`` of PyTorch; FlashA
 
 from __future__ import annotations
 
+from functools import partial
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.packed.accelerator import cpu_ops
 from megatron.packed.attention.segments import Run, SegmentLayout
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -77,54 +83,77 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, layout, softmax_scale):
         ctx.layout, ctx.softmax_scale = layout, softmax_scale
-        value_width = value.shape[3]
-        q, k, v = (_computable(x, width) for x, width in _with_widths(query, key, value))
-        rows, row_length, heads, width = q.shape
-        out = _allocate((rows, row_length, heads, width), q, layout)
-        lse = _allocate((rows, row_length, heads), q, layout)
-        for run in layout.runs:
-            o, log_sum_exp = _flash_forward(
-                run_view(q, run),
-                run_view(k, run),
-                run_view(v, run),
-                0.0,
-                True,
-                attn_mask=None,
-                scale=softmax_scale,
-            )
-            run_view(out, run).copy_(o)
-            run_view(lse, run).copy_(log_sum_exp)
-        result = _narrow(out, value_width).to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, lse)
-        return result
+        q, k, v = (_computable(x) for x in (query, key, value))
+        native = _native(q)
+        compute = _forward_with_torch if native is None else partial(_forward_native, native)
+        out, lse = compute(q, k, v, layout, softmax_scale)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        query, key, value, result, lse = ctx.saved_tensors
-        layout = ctx.layout
-        q, k, v = (_computable(x, width) for x, width in _with_widths(query, key, value))
-        out, grad = (_computable(x, q.shape[3]) for x in (result, grad_out))
-        grads = [_allocate(x.shape, x, layout) for x in (q, k, v)]
-        for run in layout.runs:
-            pieces = _flash_backward(
-                run_view(grad, run),
-                run_view(q, run),
-                run_view(k, run),
-                run_view(v, run),
-                run_view(out, run),
-                run_view(lse, run),
-                0.0,
-                True,
-                attn_mask=None,
-                scale=ctx.softmax_scale,
-            )
-            for whole, piece in zip(grads, pieces, strict=True):
-                run_view(whole, run).copy_(piece)
-        grads = [
-            _narrow(g, x.shape[3]).to(x.dtype)
-            for g, x in zip(grads, (query, key, value), strict=True)
-        ]
-        return (*grads, None, None)
+        query, key, value, out, lse = ctx.saved_tensors
+        tensors = [_computable(x) for x in (grad_out, query, key, value, out)]
+        native = _native(tensors[0])
+        compute = _backward_with_torch if native is None else partial(_backward_native, native)
+        grads = compute(*tensors, lse, ctx.layout, ctx.softmax_scale)
+        return (*(g.to(query.dtype) for g in grads), None, None)
+
+
+def _native(x: Tensor) -> ModuleType | None:
+    native = cpu_ops.suitable(x)
+    return native if native is not None and native.has_sgemm() else None
+
+
+def _stream(x: Tensor) -> tuple[int, int, int, int]:
+    return (x.data_ptr(), *x.stride()[:3])
+
+
+def _sizes(layout: SegmentLayout, q: Tensor, v: Tensor, scale: float) -> tuple:
+    """Trailing arguments that both compiled functions take."""
+    table = layout.table
+    shape = (q.shape[2], v.shape[2], q.shape[3], v.shape[3])
+    return (table.ctypes.data, len(table), *shape, scale, cpu_ops.threads())
+
+
+def _forward_native(native, q, k, v, layout, scale):
+    out = _allocate((*q.shape[:3], v.shape[3]), q, layout)
+    lse = _allocate(q.shape[:3], q, layout)
+    streams = (_stream(x) for x in (q, k, v, out, lse))
+    native.attention(*streams, *_sizes(layout, q, v, scale))
+    return out, lse
+
+
+def _backward_native(native, grad, q, k, v, out, lse, layout, scale):
+    grads = [_allocate(x.shape, x, layout) for x in (q, k, v)]
+    streams = (_stream(x) for x in (grad, q, k, v, out, lse, *grads))
+    native.attention_backward(*streams, *_sizes(layout, q, v, scale))
+    return grads
+
+
+def _forward_with_torch(q, k, v, layout, scale):
+    q, k, v, value_width = *_same_width(q, k, v), v.shape[3]
+    out = _allocate(q.shape, q, layout)
+    lse = _allocate(q.shape[:3], q, layout)
+    for run in layout.runs:
+        views = (run_view(x, run) for x in (q, k, v))
+        o, log_sum_exp = _flash_forward(*views, 0.0, True, attn_mask=None, scale=scale)
+        run_view(out, run).copy_(o)
+        run_view(lse, run).copy_(log_sum_exp)
+    return _narrow(out, value_width), lse
+
+
+def _backward_with_torch(grad, q, k, v, out, lse, layout, scale):
+    widths = [x.shape[3] for x in (q, k, v)]
+    grad, q, k, v, out = _same_width(grad, q, k, v, out)
+    grads = [_allocate(x.shape, x, layout) for x in (q, k, v)]
+    for run in layout.runs:
+        views = (run_view(x, run) for x in (grad, q, k, v, out, lse))
+        pieces = _flash_backward(*views, 0.0, True, attn_mask=None, scale=scale)
+        for whole, piece in zip(grads, pieces, strict=True):
+            run_view(whole, run).copy_(piece)
+    return [_narrow(g, width) for g, width in zip(grads, widths, strict=True)]
 
 
 def _allocate(shape: tuple[int, ...], like: Tensor, layout: SegmentLayout) -> Tensor:
@@ -137,20 +166,20 @@ def _allocate(shape: tuple[int, ...], like: Tensor, layout: SegmentLayout) -> Te
     return make((slots, rows, *rest)).transpose(0, 1)
 
 
-def _with_widths(query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, int]]:
-    """Pair each input with the one width that the operator needs for all of them."""
-    width = max(query.shape[3], value.shape[3])
-    return [(query, width), (key, width), (value, width)]
-
-
-def _computable(x: Tensor, width: int) -> Tensor:
-    """Up-cast half precision, pad the last dimension with zeros, make its stride 1."""
+def _computable(x: Tensor) -> Tensor:
+    """Up-cast half precision; make the last dimension contiguous."""
     if x.dtype not in (torch.float32, torch.float64):
         x = x.float()
-    if x.shape[3] < width:
-        # Zero columns add nothing to q.k and give output columns that are dropped again.
-        x = F.pad(x, (0, width - x.shape[3]))
     return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _same_width(*tensors: Tensor) -> list[Tensor]:
+    """Pad the last dimension with zeros to the one width that torch's operator needs.
+
+    Zero columns add nothing to q.k, and give output columns that are dropped again.
+    """
+    width = max(x.shape[3] for x in tensors)
+    return [x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in tensors]
 
 
 def _narrow(x: Tensor, width: int) -> Tensor:

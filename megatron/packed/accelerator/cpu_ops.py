@@ -1,4 +1,4 @@
-"""The C++ element-wise kernels, where they were built and the tensors suit them.
+"""The C++ kernels for training on a CPU, where they were built and the tensors suit them.
 
 Every operation that uses them keeps a torch path beside it, for other dtypes and devices and for
 an installation without the extension; tests hold the two together.
@@ -7,8 +7,10 @@ an installation without the extension; tests hold the two together.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -24,11 +26,13 @@ def load() -> ModuleType | None:
     if os.environ.get("MEGATRON_PACKED_CPU_OPS") == "0":
         return None
     try:
-        from megatron.packed import _cpu_ops
-    except ImportError:
+        extension = importlib.import_module("megatron.packed._cpu_ops")
+    except ModuleNotFoundError:
         return None
-    _cpu_ops.use_gomp(_gomp_parallel())
-    return _cpu_ops
+    extension.use_gomp(_gomp_parallel())
+    extension.use_sgemm(_blas("sgemm_"))
+    extension.use_blas_threads(_blas("MKL_Set_Num_Threads_Local"))
+    return extension
 
 
 def suitable(*tensors: Tensor) -> ModuleType | None:
@@ -58,6 +62,16 @@ def _gomp_parallel() -> int:
         return 0
     try:
         function = ctypes.CDLL(paths.pop()).GOMP_parallel
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _blas(name: str) -> int:
+    """Address of a function in the BLAS that torch itself calls, 0 if its library exports none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = getattr(ctypes.CDLL(str(library)), name)
     except (OSError, AttributeError):
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0

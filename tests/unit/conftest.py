@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.packed.model import cpu_ops
+from megatron.packed.accelerator import cpu_ops
 
 
 @pytest.fixture(params=["native", "torch"])
