@@ -137,8 +137,12 @@ class ProcessGroupCommunicator:
         """Post messages; see `Communicator`."""
         tensors = [tensor for _, tensor in (*receives, *sends)]
         try:
-            works = self._batch(sends, receives) if self.in_order else self._tagged(
-                sends, receives, CHANNELS.index(label.channel) + label.step * len(CHANNELS)
+            works = (
+                self._batch(sends, receives)
+                if self.in_order
+                else self._tagged(
+                    sends, receives, CHANNELS.index(label.channel) + label.step * len(CHANNELS)
+                )
             )
         except RuntimeError as error:
             peers = sorted({peer for peer, _ in (*receives, *sends)})

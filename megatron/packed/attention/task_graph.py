@@ -134,7 +134,8 @@ def build_blocks(partition: Partition, starts: Any, lengths: Any, group_size: in
         columns = _contiguous_blocks(partition, starts, lengths, group_size)
         step = 1
     edges = np.searchsorted(columns[0], np.arange(len(lengths) + 1))
-    return Blocks(*columns, step=step, segment_edges=edges)
+    segment, first, count, rank, row = columns
+    return Blocks(segment, first, count, rank, row, step, edges)
 
 
 def _contiguous_blocks(
@@ -182,6 +183,7 @@ def holder_runs(partition: Partition) -> tuple[Int64, Int64]:
         case "zigzag_pack":
             edges = np.array([0, total])
         case _:
+            assert partition.chunk_edges is not None and partition.chunk_ranks is not None
             size = np.diff(partition.chunk_edges)
             return partition.chunk_edges[:-1][size > 0], partition.chunk_ranks[size > 0]
     edges = np.unique(edges)
@@ -274,9 +276,7 @@ def edges_of_keys(blocks: Blocks, mask: Mask, which: Int64) -> Edges:
     return _trim(blocks, mask, query, which[owner])
 
 
-def _candidates(
-    blocks: Blocks, which: Int64, mask: Mask, *, forward: bool
-) -> tuple[Int64, Int64]:
+def _candidates(blocks: Blocks, which: Int64, mask: Mask, *, forward: bool) -> tuple[Int64, Int64]:
     """Range of blocks that may share an edge with each given one; exact for runs."""
     segment = blocks.segment[which]
     low, high = blocks.segment_edges[segment], blocks.segment_edges[segment + 1]
@@ -292,9 +292,7 @@ def _candidates(
         # Last positions ascend as well, so blocks that end too early form a prefix.
         start = np.searchsorted(base + blocks.last, here + np.maximum(left, 0), side="left")
         low = np.maximum(low, start)
-    stop = np.searchsorted(
-        base + blocks.first, here + np.minimum(right, width - 1), side="right"
-    )
+    stop = np.searchsorted(base + blocks.first, here + np.minimum(right, width - 1), side="right")
     return low, np.maximum(low, np.minimum(high, stop))
 
 

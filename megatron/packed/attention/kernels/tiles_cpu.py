@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.packed.attention.kernels.merge import merge_
-from megatron.packed.attention.kernels.tile_calls import TileCall
+from megatron.packed.attention.tile_calls import TileCall
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -132,9 +132,7 @@ def _accumulate(whole: Tensor, piece: Tensor, fresh: bool) -> None:
 
 
 @lru_cache(maxsize=64)
-def _band_mask(
-    q_count: int, k_count: int, low: int, high: int, dtype: torch.dtype
-) -> Tensor:
+def _band_mask(q_count: int, k_count: int, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """0 where a row sees a key, -inf elsewhere: `[q_count, k_count]`."""
     distance = torch.arange(q_count).unsqueeze(1) - torch.arange(k_count)
     hidden = (distance < low) | (distance > high)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.packed.attention.kernels.merge import merge_
-from megatron.packed.attention.kernels.tile_calls import TileCall
+from megatron.packed.attention.tile_calls import TileCall
 
 # Scores formed at once; 64 MiB of fp32.
 MAX_SCORES = 1 << 24
@@ -34,7 +34,7 @@ def forward(
     lse: Tensor,
 ) -> None:
     """Attend to the keys of all calls and merge into `out` and `lse`, in place."""
-    for rows, keys, hidden in _blocks(calls, q):
+    for call, rows, keys, hidden in _blocks(calls, q):
         query, key, value = _grouped(q[rows], k), k[keys], v[keys]
         scores = torch.einsum("qhgd,khd->hgqk", query, key) * softmax_scale
         if hidden is not None:
@@ -42,7 +42,11 @@ def forward(
         more = scores.logsumexp(dim=-1)
         weights = torch.exp(scores - more.unsqueeze(-1))
         o = torch.einsum("hgqk,khd->qhgd", weights, value).flatten(1, 2)
-        merge_(out[rows], lse[rows], o, more.permute(2, 0, 1).flatten(1))
+        more = more.permute(2, 0, 1).flatten(1)
+        if call.fresh:
+            out[rows], lse[rows] = o, more
+        else:
+            merge_(out[rows], lse[rows], o, more)
 
 
 def backward(
@@ -59,7 +63,7 @@ def backward(
     dv: Tensor,
 ) -> None:
     """Add the gradients of all calls, in place."""
-    for rows, keys, hidden in _blocks(calls, q):
+    for _, rows, keys, hidden in _blocks(calls, q):
         query, upstream, result = (_grouped(x[rows], k) for x in (q, grad, out))
         key, value = k[keys], v[keys]
         scores = torch.einsum("qhgd,khd->hgqk", query, key) * softmax_scale
@@ -82,8 +86,8 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 
 def _blocks(
     calls: tuple[TileCall, ...], q: Tensor
-) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Query rows, key rows and hidden pairs of every block of every rectangle."""
+) -> Iterator[tuple[TileCall, slice, slice, Tensor | None]]:
+    """Call, query rows, key rows and hidden pairs of every block of every rectangle."""
     for call in calls:
         block_rows = max(MAX_SCORES // (q.shape[1] * call.k_count), 1)
         for index in range(call.repeat):
@@ -97,4 +101,5 @@ def _blocks(
                     row = torch.arange(start, end, device=q.device).unsqueeze(1)
                     distance = row - torch.arange(stop, device=q.device)
                     hidden = (distance < call.low) | (distance > call.high)
-                yield slice(q_start + start, q_start + end), slice(k_start, k_start + stop), hidden
+                rows = slice(q_start + start, q_start + end)
+                yield call, rows, slice(k_start, k_start + stop), hidden

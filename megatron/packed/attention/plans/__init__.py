@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.packed.attention.plans.build import PLAN_KINDS, build_attention_plan, default_partition
+from megatron.packed.attention.plans.build import (
+    PLAN_KINDS,
+    build_attention_plan,
+    default_partition,
+)
 from megatron.packed.attention.plans.dispatch import effective_chunk_size
 from megatron.packed.attention.plans.plan import (
     AttentionPlan,

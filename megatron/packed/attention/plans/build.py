@@ -91,7 +91,8 @@ def build_attention_plan(
         mask: "causal" or "full", inside segments.
         window: tokens to the left that stay visible next to the query itself; None for all.
         partition: who holds which token: a partition of this pack, also one whose own boundaries
-            differ from the segments (rows that hold several), or its kind. Default: the algorithm's.
+            differ from the segments (rows that hold several), or its kind; the algorithm's own
+            by default.
         chunk_size: tokens per dispatched chunk, see `make_partition`.
         hierarchical_sizes: for a2a+p2p: ranks of a head-exchange group (neighbours), then number
             of groups. Their product is `cp_size`.
@@ -158,9 +159,7 @@ def build_attention_plan(
     )
 
 
-def _group_size(
-    kind: str, algorithm: Algorithm, cp_size: int, sizes: Sequence[int] | None
-) -> int:
+def _group_size(kind: str, algorithm: Algorithm, cp_size: int, sizes: Sequence[int] | None) -> int:
     """Ranks that exchange heads with each other."""
     if algorithm.heads != "groups":
         if sizes is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.packed.attention.task_graph import Mask, Tiles
+from megatron.packed.attention.task_graph import Mask, Tiles, expand
+from megatron.packed.attention.tile_calls import TileCall, tile_calls
 
 Int64 = NDArray[np.int64]
 
@@ -30,6 +32,11 @@ class Send:
     def rows(self) -> int:
         """Rows sent."""
         return int(self.counts.sum())
+
+    @cached_property
+    def index(self) -> Int64:
+        """The rows themselves: int64 `[rows]`."""
+        return expand(self.starts, self.counts)[1]
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,11 @@ class Step:
     sends: tuple[Send, ...]
     receives: tuple[Receive, ...]
     tiles: Tiles
+
+    @cached_property
+    def calls(self) -> tuple[TileCall, ...]:
+        """Kernel calls that compute the tiles; the same for every layer."""
+        return tile_calls(self.tiles)
 
     @property
     def rows_sent(self) -> int:

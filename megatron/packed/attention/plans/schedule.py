@@ -99,9 +99,7 @@ def _local_tiles(blocks: Blocks, mask: Mask, rank: int, mine: Int64) -> Tiles:
     edges = edges.take(blocks.rank[edges.key] == rank)
     bands = _bands(blocks, edges, blocks.row[edges.key] + edges.k_skip)
     own = edges.query == edges.key
-    return Tiles(
-        np.concatenate([bands[own], join_full_tiles(bands[~own])]), fresh=int(own.sum())
-    )
+    return Tiles(np.concatenate([bands[own], join_full_tiles(bands[~own])]), fresh=int(own.sum()))
 
 
 def _hulls(edges: Edges, group: Int64) -> tuple[Int64, Int64, Int64]:
@@ -182,7 +180,7 @@ def _outgoing(
 
     sends: dict[int, list[Send]] = {}
     offsets, begin = np.unique(run_offset, return_index=True)
-    ends = np.append(begin[1:], len(run))
+    ends = np.append(begin, len(run))[1:]
     for d, low, high in zip(offsets.tolist(), begin.tolist(), ends.tolist(), strict=True):
         send = Send((rank + d) % ring_size, starts[low:high], counts[low:high])
         sends.setdefault(int(exchange_of_offset[d]), []).append(send)

@@ -1,0 +1,352 @@
+"""Runs any attention plan forward and backward, exchanging rows while tiles are computed.
+
+```
+forward    post 1 | local tiles | wait 1, post 2 | tiles of 1 | wait 2, post 3 | tiles of 2 ...
+backward   the same, and after the tiles of i: post the gradients of i to the owners of its keys,
+           then wait for and add those that came back for i - 1
+```
+
+Memory is that of the local tokens and two key-value buffers, of what arrives and of what is in
+use. Outputs, log-sum-exps and gradients are accumulated in fp32 (fp64 for fp64) in the order of
+the plan, so that a run repeats bit by bit on CPU. The backward pass uses the merged log-sum-exp,
+which makes every tile's gradient exact on its own; keys and values are fetched again.
+Padding rows are never read: their outputs and gradients are zeros even where inputs are NaN.
+
+Sources: Ring Attention (Liu et al. 2023), FlashAttention-2 (Dao 2023) for the backward from the
+log-sum-exp, MagiAttention for one engine over many plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.packed.attention.communicator import (
+    Communicator,
+    InProcessNetwork,
+    Label,
+    Pending,
+    ProcessGroupCommunicator,
+    Task,
+    drive,
+)
+from megatron.packed.attention.head_exchange import (
+    check_heads,
+    heads_to_tokens,
+    split_columns,
+    sum_replicas,
+    tokens_to_heads,
+)
+from megatron.packed.attention.kernels import tiles_cpu, tiles_portable
+from megatron.packed.attention.plans.plan import AttentionPlan, Send, Step
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    group: Communicator | dist.ProcessGroup | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    """Exact attention over a pack that is spread over context-parallel ranks.
+
+    Args:
+        query: `[T_local, heads, d]`, fp64, fp32, bf16 or fp16, any strides.
+        key: `[T_local, kv_heads, d]`.
+        value: `[T_local, kv_heads, dv]`.
+        plan: this rank's plan; every rank passes its own of the same pack.
+        group: context-parallel process group, or a communicator; None with one rank.
+        softmax_scale: factor of the scores, by default `d ** -0.5`.
+
+    Returns:
+        `[T_local, heads, dv]` in the dtype of `query`; zeros in padding. Differentiable.
+
+    Raises:
+        ValueError: if tensors, plan and group do not fit each other.
+        ConfigurationError: for head counts that a head exchange can't share out.
+        TrainingError: if another rank is lost on the way.
+    """
+    check_inputs(query, key, value, plan)
+    scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    communicator = _communicator_of(group)
+    if (communicator.rank, communicator.size) != (plan.cp_rank, plan.cp_size):
+        raise ValueError(
+            f"plan: made for rank {plan.cp_rank} of {plan.cp_size}, the group has rank "
+            f"{communicator.rank} of {communicator.size}"
+        )
+    return _PackedAttention.apply(query, key, value, plan, communicator, scale)
+
+
+def _communicator_of(group: Communicator | dist.ProcessGroup | None) -> Communicator:
+    if group is None:
+        return InProcessNetwork(1).communicators()[0]
+    return ProcessGroupCommunicator(group) if isinstance(group, dist.ProcessGroup) else group
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> None:
+    """Raise ValueError or ConfigurationError for tensors that the plan can't run on."""
+    rows, heads, width = query.shape
+    if rows != plan.local_tokens or key.shape[0] != rows or value.shape[:2] != key.shape[:2]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} "
+            f"must hold the {plan.local_tokens} local tokens of the plan, and key and value the "
+            "same heads"
+        )
+    if key.shape[2] != width:
+        raise ValueError(f"query width {width} differs from key width {key.shape[2]}")
+    kv_heads = key.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key-value heads")
+    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+        raise ValueError(
+            f"query, key and value must share one floating dtype, got {query.dtype}, "
+            f"{key.dtype}, {value.dtype}"
+        )
+    if plan.head_exchange is not None:
+        check_heads(heads, kv_heads, plan.head_exchange.size)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, plan, communicator, scale):
+        out, saved = drive(forward_task(plan, communicator, query, key, value, scale))
+        ctx.save_for_backward(*saved)
+        ctx.plan, ctx.communicator, ctx.scale = plan, communicator, scale
+        ctx.kv_heads = key.shape[1]
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        task = backward_task(
+            ctx.plan, ctx.communicator, grad, ctx.saved_tensors, ctx.scale, ctx.kv_heads
+        )
+        return (*drive(task), None, None, None)
+
+
+def forward_task(
+    plan: AttentionPlan,
+    communicator: Communicator,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+) -> Task[tuple[Tensor, Saved]]:
+    """One rank's forward pass: its output, and what the backward pass needs."""
+    exchange = plan.head_exchange
+    if exchange is None:
+        out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale)
+        return out, (query, key, value, out, lse)
+    query, key, value = yield from tokens_to_heads(
+        exchange, communicator, (query, key, value), Label("heads", 0, "forward")
+    )
+    out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale)
+    saved = query, key, value, out, lse
+    (parts,) = yield from heads_to_tokens(
+        exchange, communicator, (out,), Label("outputs", 0, "forward")
+    )
+    return torch.cat(parts, dim=1), saved
+
+
+def backward_task(
+    plan: AttentionPlan,
+    communicator: Communicator,
+    grad: Tensor,
+    saved: Saved,
+    scale: float,
+    kv_heads: int,
+) -> Task[tuple[Tensor, Tensor, Tensor]]:
+    """One rank's backward pass: gradients of its query, key and value."""
+    exchange = plan.head_exchange
+    dtype = saved[0].dtype
+    if exchange is None:
+        grads = yield from _backward_steps(plan, communicator, grad, *saved, scale)
+        return tuple(x.to(dtype) for x in grads)
+    (grad,) = yield from tokens_to_heads(
+        exchange, communicator, (grad,), Label("outputs", 0, "backward")
+    )
+    grads = yield from _backward_steps(plan, communicator, grad, *saved, scale)
+    if kv_heads >= exchange.size:
+        grads = tuple(x.to(dtype) for x in grads)  # nothing is summed any more
+    dq, dk, dv = yield from heads_to_tokens(
+        exchange, communicator, grads, Label("heads", 0, "backward")
+    )
+    return (
+        torch.cat(dq, dim=1).to(dtype),
+        sum_replicas(dk, kv_heads).to(dtype),
+        sum_replicas(dv, kv_heads).to(dtype),
+    )
+
+
+def _kernel_for(x: Tensor) -> ModuleType:
+    return tiles_cpu if x.device.type == "cpu" else tiles_portable
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A step's rows under way: `buffer` `[rows, columns]` is filled when `pending` ends."""
+
+    pending: Pending
+    buffer: Tensor
+
+
+class _Exchanges:
+    """Posts the messages of one pass over a plan.
+
+    Rows of keys and values travel side by side, `[rows, kv_heads * d + kv_heads * dv]`: one message
+    a peer and step.
+    """
+
+    def __init__(
+        self,
+        plan: AttentionPlan,
+        communicator: Communicator,
+        key: Tensor,
+        value: Tensor,
+        phase: str,
+    ) -> None:
+        self._communicator = communicator
+        self._phase = phase
+        self.shapes = [tuple(key.shape[1:]), tuple(value.shape[1:])]
+        if len(plan.steps) > 1:
+            self._rows = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
+
+    def fetch(self, step: Step) -> _Arriving:
+        """Post a step's keys and values."""
+        buffer = self._rows.new_empty(step.rows_received, self._rows.shape[1])
+        sends = [(send.peer, _take(self._rows, send)) for send in step.sends]
+        receives = list(
+            zip(
+                [receive.peer for receive in step.receives],
+                buffer.split([receive.rows for receive in step.receives]),
+                strict=True,
+            )
+        )
+        return self._post(sends, receives, Label("keys", step.index, self._phase), buffer)
+
+    def give_back(self, step: Step, gradients: Tensor) -> _Arriving:
+        """Post the gradients of a step's rows to their owners, and expect those of rows lent."""
+        buffer = gradients.new_empty(step.rows_sent, gradients.shape[1])
+        parts = gradients.split([receive.rows for receive in step.receives])
+        peers = [receive.peer for receive in step.receives]
+        receives = list(
+            zip(
+                [send.peer for send in step.sends],
+                buffer.split([send.rows for send in step.sends]),
+                strict=True,
+            )
+        )
+        label = Label("gradients", step.index, self._phase)
+        return self._post(list(zip(peers, parts, strict=True)), receives, label, buffer)
+
+    def _post(self, sends, receives, label: Label, buffer: Tensor) -> _Arriving:
+        return _Arriving(self._communicator.exchange(sends, receives, label), buffer)
+
+
+def _take(rows: Tensor, send: Send) -> Tensor:
+    """The rows of a message; a view where they are one run."""
+    if len(send.starts) == 1:
+        return rows.narrow(0, int(send.starts[0]), int(send.counts[0]))
+    return rows.index_select(0, torch.from_numpy(send.index).to(rows.device))
+
+
+def _add_rows(rows: Tensor, step: Step, arrived: Tensor) -> None:
+    """Add what came back for the rows that a step lent, in the order of its sends."""
+    for send, part in zip(
+        step.sends, arrived.split([send.rows for send in step.sends]), strict=True
+    ):
+        if len(send.starts) == 1:
+            rows.narrow(0, int(send.starts[0]), int(send.counts[0])).add_(part)
+        else:
+            rows.index_add_(0, torch.from_numpy(send.index).to(rows.device), part)
+
+
+def _forward_steps(
+    plan: AttentionPlan,
+    communicator: Communicator,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+) -> Task[tuple[Tensor, Tensor]]:
+    """Output in the dtype of `query`, and the log-sum-exp `[rows, heads]` in fp32 or fp64."""
+    kernel = _kernel_for(query)
+    width = max(key.shape[2], value.shape[2])
+    q = kernel.prepare(query, width)
+    is_dense = plan.real_rows == plan.rows
+    make: Callable[..., Tensor] = q.new_empty if is_dense else q.new_zeros
+    out = make(plan.rows, q.shape[1], value.shape[2])
+    lse = q.new_full((plan.rows, q.shape[1]), -torch.inf)
+    exchanges = _Exchanges(plan, communicator, key, value, "forward")
+    arriving: _Arriving | None = None
+    for index, step in enumerate(plan.steps):
+        k, v = key, value
+        if arriving is not None:
+            yield arriving.pending
+            k, v = split_columns(arriving.buffer, exchanges.shapes)
+        following = plan.steps[index + 1] if index + 1 < len(plan.steps) else None
+        arriving = exchanges.fetch(following) if following is not None else None
+        k, v = kernel.prepare(k, width), kernel.prepare(v, width)
+        kernel.forward(q, k, v, step.calls, scale, out, lse)
+    return out.to(query.dtype), lse
+
+
+def _backward_steps(
+    plan: AttentionPlan,
+    communicator: Communicator,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> Task[tuple[Tensor, Tensor, Tensor]]:
+    """Gradients of query, key and value in fp32 or fp64."""
+    kernel = _kernel_for(query)
+    width = max(key.shape[2], value.shape[2])
+    q, grad, out = (kernel.prepare(x, width) for x in (query, grad, out))
+    exchanges = _Exchanges(plan, communicator, key, value, "backward")
+    columns = sum(heads * size for heads, size in exchanges.shapes)
+    dq = q.new_zeros(query.shape)
+    local_rows = q.new_zeros(plan.rows, columns)
+    arriving: _Arriving | None = None
+    returning: tuple[Step, _Arriving] | None = None
+    for index, step in enumerate(plan.steps):
+        k, v, rows = key, value, local_rows
+        if arriving is not None:
+            yield arriving.pending
+            k, v = split_columns(arriving.buffer, exchanges.shapes)
+            rows = q.new_zeros(arriving.buffer.shape)
+        following = plan.steps[index + 1] if index + 1 < len(plan.steps) else None
+        # One global order of all exchanges, fetch i + 1 before give back i, is what lets messages
+        # be matched without tags; a rank that skips an exchange must not run ahead of it.
+        arriving, late = None, None
+        if following is not None:
+            if index == 0 or following.index == step.index + 1 or not communicator.in_order:
+                arriving = exchanges.fetch(following)
+            else:
+                late = following
+        k, v = kernel.prepare(k, width), kernel.prepare(v, width)
+        dk, dv = split_columns(rows, exchanges.shapes)
+        kernel.backward(grad, q, k, v, out, lse, step.calls, scale, dq, dk, dv)
+        lent = returning
+        if index > 0:
+            returning = step, exchanges.give_back(step, rows)
+        if late is not None:
+            arriving = exchanges.fetch(late)
+        if lent is not None:
+            yield lent[1].pending
+            _add_rows(local_rows, lent[0], lent[1].buffer)
+    if returning is not None:
+        yield returning[1].pending
+        _add_rows(local_rows, returning[0], returning[1].buffer)
+    return dq, *split_columns(local_rows, exchanges.shapes)
