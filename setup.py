@@ -18,17 +18,26 @@ if os.environ.get("MEGATRON_PACKED_SANITIZE") == "1":
     flags += ["-fno-sanitize-recover=undefined"]
     link_flags += ["-fsanitize=address,undefined"]
 
+
+
+def extension(name: str, folder: str, extra_flags: list[str] | None = None) -> Pybind11Extension:
+    """A C++17 extension module from the sources of one folder."""
+    return Pybind11Extension(
+        f"megatron.packed.{name}",
+        sorted(glob(f"{folder}/*.cpp")),
+        depends=sorted(glob(f"{folder}/*.h")),
+        cxx_std=17,
+        extra_compile_args=flags + (extra_flags or []),
+        extra_link_args=link_flags,
+    )
+
+
 setup(
     packages=find_namespace_packages(include=["megatron.packed*"]),
     ext_modules=[
-        Pybind11Extension(
-            "megatron.packed._C",
-            sorted(glob("csrc/*.cpp")),
-            depends=sorted(glob("csrc/*.h")),
-            cxx_std=17,
-            extra_compile_args=flags,
-            extra_link_args=link_flags,
-        )
+        extension("_C", "csrc"),
+        # Element-wise kernels: vectorised for the processor they run on, chosen at load time.
+        extension("_cpu_ops", "csrc/cpu_ops", ["-fno-math-errno", "-fno-trapping-math"]),
     ],
     cmdclass={"build_ext": build_ext},
 )

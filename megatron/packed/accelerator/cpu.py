@@ -26,6 +26,7 @@ torch.compile -> eager           megatron.core.jit: compiling fusions costs minu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -229,6 +230,22 @@ def _install_core_random() -> None:
     random.torch = _Torch()  # type: ignore[assignment]
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep large freed blocks instead of returning them to the system.
+
+    By default every tensor over 32 MiB is mapped anew and its pages are zeroed again, once a
+    layer and step: a 64 MiB addition takes three times as long. Elsewhere than on glibc nothing
+    is changed.
+    """
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+
+
 def install() -> None:
     """Give `torch.cuda` its CPU meaning in this process; calling it again does nothing.
 
@@ -238,6 +255,7 @@ def install() -> None:
     if getattr(torch, _MARKER, False):
         return
     setattr(torch, _MARKER, True)
+    keep_freed_memory()
     torch.compile = _eager  # type: ignore[assignment]
     _install_device()
     _install_random_states()

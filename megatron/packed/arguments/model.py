@@ -169,7 +169,6 @@ class KernelConfig:
         "--no-bias-swiglu-fusion",
         default=True,
         negative=True,
-        replaced=Replaced("the fused kernel needs CUDA", "bias, then SwiGLU", False),
     )
     bias_dropout_fusion: bool = flag(
         "Do not fuse bias, dropout and residual.",
