@@ -3,6 +3,7 @@
 #   make demo        corpus, tokenizer, preprocessing, training on 2 CPU processes, loss curve
 #   make test        the test suite
 #   make lint        ruff and mypy
+#   make bench-step  training steps side by side; bench-memory, bench-packing likewise
 #   make PYTHON=...  another interpreter (default python3.11)
 #
 # EXTRAS and PIP_ARGS reach pip, for example EXTRAS=test,bench or PIP_ARGS="--no-index ...".
@@ -19,7 +20,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 comma := ,
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full lint asan clean
+.PHONY: demo test test-full lint bench-step bench-memory bench-packing asan clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -65,6 +66,12 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy megatron/packed pretrain_gpt.py
+
+# ---- benchmarks -------------------------------------------------------------------------------
+
+bench-step bench-memory bench-packing: $(DEMO)/corpus_text_document.idx
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "transformers>=4.45"
+	$(BIN)/python benchmarks/$(@:bench-%=%).py $(if $(filter bench-step,$@),--data $(DEMO))
 
 # The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
 asan: $(INSTALLED)

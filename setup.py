@@ -19,7 +19,6 @@ if os.environ.get("MEGATRON_PACKED_SANITIZE") == "1":
     link_flags += ["-fsanitize=address,undefined"]
 
 
-
 def extension(name: str, folder: str, extra_flags: list[str] | None = None) -> Pybind11Extension:
     """A C++17 extension module from the sources of one folder."""
     return Pybind11Extension(

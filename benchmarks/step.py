@@ -2,10 +2,13 @@
 
     make bench-step
 
-All contenders run in one process, on the same documents, with the same model shape (10.2 M
-parameters: hidden 256, 8 layers, 4 heads, SwiGLU, RMSNorm, RoPE, vocabulary 8,192), fp32, AdamW,
-one step a pack of 4,096 tokens or a batch of padded documents. The unit is real tokens trained
-per second. Contenders take turns; medians over the turns are printed.
+Two tables: the documents of the corpus as they are (files of the standard library, longer than a
+pack more often than not), and the same tokens cut at log-normal lengths like those of web text
+(mu 5.95, sigma 1.26: median 384 tokens, mean 850). All contenders run in one process, on the same
+documents, with the same model shape (10.2 M parameters: hidden 256, 8 layers, 4 heads, SwiGLU,
+RMSNorm, RoPE, vocabulary 8,192), fp32, AdamW, one step a pack of 4,096 tokens or a batch of padded
+documents. The unit is real tokens trained per second. Contenders take turns; medians over the
+turns are printed.
 """
 
 from __future__ import annotations
@@ -63,12 +66,50 @@ class Contender:
         self.seconds.append(elapsed)
 
 
-def make_config(data: Path, extra: str) -> Config:
-    """The benchmark's configuration with some flags added."""
-    return Config.from_flags(
-        f"{FLAGS} --data-path {data / 'corpus_text_document'} --data-cache-path {data / 'cache'} "
-        f"--tokenizer-model {data / 'tokenizer'} {extra}"
-    )
+@dataclass(frozen=True)
+class Corpus:
+    """Where the documents are.
+
+    Attributes:
+        folder: folder of `make demo`, with its tokenizer.
+        prefix: prefix of the .bin and .idx files.
+    """
+
+    folder: Path
+    prefix: Path
+
+    def config(self, extra: str) -> Config:
+        """The benchmark's configuration with some flags added."""
+        return Config.from_flags(
+            f"{FLAGS} --data-path {self.prefix} --data-cache-path {self.folder / 'cache'} "
+            f"--tokenizer-model {self.folder / 'tokenizer'} {extra}"
+        )
+
+
+def recut_corpus(folder: Path) -> Corpus:
+    """The corpus's tokens cut at log-normal lengths, each document closed by an EOD."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    from megatron.packed.data.files import publish
+    from megatron.packed.data.index_files import CorpusWriter
+    from megatron.packed.data.tokenizers import build_tokenizer
+
+    corpus = Corpus(folder, folder / "lognormal_text_document")
+    if corpus.prefix.with_suffix(".idx").exists():
+        return corpus
+    source = IndexedDataset(str(folder / "corpus_text_document"))
+    tokens = np.concatenate([source[i] for i in range(len(source))]).astype(np.uint16)
+    eod = build_tokenizer(corpus.config("").data).eod
+    tokens = tokens[tokens != eod]
+    drawn = np.random.default_rng(0).lognormal(5.95, 1.26, len(tokens) // 400)
+    ends = np.cumsum(np.maximum(drawn.astype(np.int64), 1))
+    ends = ends[ends < len(tokens)]
+    closed = np.insert(tokens, ends, eod)[: ends[-1] + len(ends)]
+    lengths = np.diff(ends, prepend=0) + 1
+    writer = CorpusWriter(str(corpus.prefix), np.uint16)
+    writer.add(closed, lengths, np.ones(len(lengths), dtype=np.int64))
+    publish(writer.finalize())
+    return corpus
 
 
 class CountingSource:
@@ -76,7 +117,7 @@ class CountingSource:
 
     def __init__(self, source: Any) -> None:
         self.source, self.environment = source, source.environment
-        self.block_diagonal = source.block_diagonal
+        self.block_diagonal, self.loader = source.block_diagonal, source.loader
         self.real_tokens = 0
 
     def read(self) -> Any:
@@ -86,11 +127,11 @@ class CountingSource:
         return batch
 
 
-def packed_loop(data: Path, environment: Any) -> Callable[[], int]:
+def packed_loop(corpus: Corpus, environment: Any) -> Callable[[], int]:
     """Our training loop: data loader, packing, step, report lines."""
     from megatron.packed.training import setup
 
-    trainer = setup.build_trainer(make_config(data, "--use-packed-sequence"), environment)
+    trainer = setup.build_trainer(corpus.config("--use-packed-sequence"), environment)
     source = CountingSource(trainer.splits.train.source)
     trainer.splits.train.source = source
 
@@ -110,7 +151,7 @@ def _build_step(config: Config, environment: Any) -> tuple[Any, Any]:
     return setup.build_step(config, environment, tokenizer), tokenizer
 
 
-def bare_core(data: Path, environment: Any) -> Callable[[], int]:
+def bare_core(corpus: Corpus, environment: Any) -> Callable[[], int]:
     """megatron-core's forward-backward and optimizer on packs made beforehand; no loop of ours."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -118,7 +159,7 @@ def bare_core(data: Path, environment: Any) -> Callable[[], int]:
     from megatron.packed.training.data import build_splits
     from megatron.packed.training.loop import Progress
 
-    config = make_config(data, "--use-packed-sequence")
+    config = corpus.config("--use-packed-sequence")
     train_step, tokenizer = _build_step(config, environment)
     batches = build_splits(config, environment, tokenizer, Progress()).train
     ready = [next(batches) for _ in range(24)]
@@ -158,11 +199,11 @@ def bare_core(data: Path, environment: Any) -> Callable[[], int]:
     return step
 
 
-def padded_documents(data: Path, tokenizer: Any) -> Iterator[list[dict[str, Any]]]:
+def padded_documents(corpus: Corpus, tokenizer: Any) -> Iterator[list[dict[str, Any]]]:
     """Endless batches of documents, one a row, padded to the sequence length."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    indexed = IndexedDataset(str(data / "corpus_text_document"))
+    indexed = IndexedDataset(str(corpus.prefix))
     order = np.random.default_rng(0).permutation(len(indexed))
     rows: list[dict[str, Any]] = []
     while True:
@@ -176,14 +217,14 @@ def padded_documents(data: Path, tokenizer: Any) -> Iterator[list[dict[str, Any]
                 rows = []
 
 
-def padded_rows(data: Path, environment: Any) -> Callable[[], int]:
+def padded_rows(corpus: Corpus, environment: Any) -> Callable[[], int]:
     """Our BSHD path: one document a row, padded to the sequence length."""
     from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
 
-    config = make_config(data, f"--micro-batch-size {ROWS_PER_PADDED_BATCH}")
+    config = corpus.config(f"--micro-batch-size {ROWS_PER_PADDED_BATCH}")
     train_step, tokenizer = _build_step(config, environment)
     collate = build_collator(config, tokenizer.eod)
-    loader = (collate(rows) for rows in padded_documents(data, tokenizer))
+    loader = (collate(rows) for rows in padded_documents(corpus, tokenizer))
     source = CountingSource(BatchSource(loader, environment, block_diagonal=False))
     batches = MicroBatchIterator(source)  # type: ignore[arg-type]
 
@@ -222,10 +263,13 @@ def _llama_update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **ba
     optimizer.step()
 
 
-def llama_padded(data: Path, tokenizer: Any) -> Callable[[], int]:
-    """Hugging Face Llama on padded batches, each padded to its longest document only."""
+def llama_padded(corpus: Corpus, tokenizer: Any) -> Callable[[], int]:
+    """Hugging Face Llama on padded batches, each padded to its longest document only.
+
+    Padding is on the right, so causal attention needs no mask: the fastest path that library has.
+    """
     model, optimizer = _llama(tokenizer.vocab_size)
-    documents = padded_documents(data, tokenizer)
+    documents = padded_documents(corpus, tokenizer)
 
     def step() -> int:
         rows = next(documents)
@@ -234,21 +278,19 @@ def llama_padded(data: Path, tokenizer: Any) -> Callable[[], int]:
         ids = torch.from_numpy(np.stack([row["text"][:longest] for row in rows]))
         mask = torch.arange(longest)[None, :] < lengths[:, None]
         labels = torch.where(mask, ids, -100)
-        _llama_update(
-            model, optimizer, input_ids=ids, attention_mask=mask.long(), labels=labels
-        )
+        _llama_update(model, optimizer, input_ids=ids, labels=labels)
         return int(lengths.sum())
 
     return step
 
 
-def llama_packed(data: Path, environment: Any, tokenizer: Any) -> Callable[[], int]:
+def llama_packed(corpus: Corpus, environment: Any, tokenizer: Any) -> Callable[[], int]:
     """Hugging Face Llama on our packs, with the block-diagonal mask that its SDPA path takes."""
     from megatron.packed.training.data import build_splits
     from megatron.packed.training.loop import Progress
 
     model, optimizer = _llama(tokenizer.vocab_size)
-    config = make_config(data, "--use-packed-sequence")
+    config = corpus.config("--use-packed-sequence")
     batches = build_splits(config, environment, tokenizer, Progress()).train
 
     def step() -> int:
@@ -272,22 +314,18 @@ def llama_packed(data: Path, environment: Any, tokenizer: Any) -> Callable[[], i
     return step
 
 
-def build_contenders(data: Path) -> tuple[list[Contender], Any]:
-    """Every contender whose packages are installed, and the operation counter of the model."""
+def build_contenders(corpus: Corpus, environment: Any) -> list[Contender]:
+    """Every contender whose packages are installed."""
     from megatron.packed.data.tokenizers import build_tokenizer
-    from megatron.packed.training import environment as environments
-    from megatron.packed.training.flops import FlopsCounter
 
-    config = make_config(data, "--use-packed-sequence")
-    environment = environments.start(config)
-    tokenizer = build_tokenizer(config.data)
+    tokenizer = build_tokenizer(corpus.config("").data)
     with contextlib.redirect_stdout(io.StringIO()):
-        contenders = [Contender("ours, packed, training loop", packed_loop(data, environment))]
+        contenders = [Contender("ours, packed, training loop", packed_loop(corpus, environment))]
         contenders.append(
-            Contender("bare megatron-core step, same packs", bare_core(data, environment))
+            Contender("bare megatron-core step, same packs", bare_core(corpus, environment))
         )
         contenders.append(
-            Contender("ours, one document a row, padded", padded_rows(data, environment))
+            Contender("ours, one document a row, padded", padded_rows(corpus, environment))
         )
     try:
         import transformers
@@ -295,11 +333,11 @@ def build_contenders(data: Path) -> tuple[list[Contender], Any]:
         print("transformers isn't installed: install .[bench] for the Hugging Face rows")
     else:
         transformers.logging.set_verbosity_error()
-        packed = llama_packed(data, environment, tokenizer)
+        packed = llama_packed(corpus, environment, tokenizer)
         contenders.append(Contender("Hugging Face Llama, packed, block mask", packed))
-        padded = llama_padded(data, tokenizer)
+        padded = llama_padded(corpus, tokenizer)
         contenders.append(Contender("Hugging Face Llama, padded batches of 4", padded))
-    return contenders, FlopsCounter.from_config(config.model, 8192)
+    return contenders
 
 
 def print_table(contenders: list[Contender], peak: float, flops_per_token: float) -> None:
@@ -321,38 +359,50 @@ def print_table(contenders: list[Contender], peak: float, flops_per_token: float
     )
 
 
-def main() -> None:
-    """Run the turns and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("demo"), help="Folder of `make demo`.")
-    parser.add_argument("--turns", type=int, default=7, help="Timed steps of each contender.")
-    arguments = parser.parse_args()
+def run(corpus: Corpus, environment: Any, turns: int) -> None:
+    """Let the contenders take turns on one corpus and print its table."""
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
-    contenders, flops = build_contenders(arguments.data)
-    from megatron.packed.training.flops import measure_gemm_peak
+    from megatron.packed.training.flops import FlopsCounter, measure_gemm_peak
 
+    contenders = build_contenders(corpus, environment)
     peaks = []
-    for turn in range(arguments.turns + 1):
-        if turn == 1:
+    for turn in range(turns + 1):
+        if turn == 1:  # The first turn warmed up.
             for each in contenders:
                 each.rates.clear()
                 each.seconds.clear()
             peaks.clear()
         for each in contenders:
             each.turn()
-        peaks.append(
-            measure_gemm_peak(torch.device("cpu"), torch.float32, size=2048, repeats=3)
-        )
-    # Σℓ² of the corpus: attention's share, from a pass over the packs' boundaries.
-    per_token = flops.per_token + flops.per_pair * mean_pairs_per_token(arguments.data)
+        peaks.append(measure_gemm_peak(torch.device("cpu"), torch.float32, size=2048, repeats=3))
+    flops = FlopsCounter.from_config(corpus.config("").model, 8192)
+    per_token = flops.per_token + flops.per_pair * mean_pairs_per_token(corpus)
+    print(f"\n{corpus.prefix.name}, {turns} turns")
     print_table(contenders, statistics.median(peaks), per_token)
+    destroy_num_microbatches_calculator()
 
 
-def mean_pairs_per_token(data: Path) -> float:
+def main() -> None:
+    """Run both corpora."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, default=Path("demo"), help="Folder of `make demo`.")
+    parser.add_argument("--turns", type=int, default=7, help="Timed steps of each contender.")
+    arguments = parser.parse_args()
+
+    from megatron.packed.training import environment as environments
+
+    files = Corpus(arguments.data, arguments.data / "corpus_text_document")
+    environment = environments.start(files.config("--use-packed-sequence"))
+    for corpus in (files, recut_corpus(arguments.data)):
+        run(corpus, environment, arguments.turns)
+
+
+def mean_pairs_per_token(corpus: Corpus) -> float:
     """Attended pairs per token of the corpus cut into rows at document ends."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    dataset = IndexedDataset(str(data / "corpus_text_document"))
+    dataset = IndexedDataset(str(corpus.prefix))
     lengths = dataset.sequence_lengths.astype(np.int64)
     ends = np.cumsum(lengths)
     cuts = np.union1d(ends, np.arange(SEQUENCE, ends[-1], SEQUENCE))
