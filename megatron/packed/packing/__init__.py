@@ -12,7 +12,6 @@ from megatron.packed.packing.alignment import Alignment
 from megatron.packed.packing.boundaries import (
     SegmentBoundaries,
     boundaries_from_document_index,
-    check_rows_hold_eod,
     generate_cu_seqlens_and_max_seqlen_batch,
 )
 from megatron.packed.packing.documents import DocumentPack, PackerCounters
@@ -39,7 +38,6 @@ __all__ = [
     "boundaries_from_document_index",
     "build_document_packer",
     "build_pack_plan",
-    "check_rows_hold_eod",
     "generate_cu_seqlens_and_max_seqlen_batch",
 ]
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.packed.errors import DataError
 from megatron.packed.packing import checks
 from megatron.packed.packing.native import core
 
@@ -171,23 +170,3 @@ def boundaries_from_document_index(
         np.minimum(totals, row_width),
         row_width,
     )
-
-
-def check_rows_hold_eod(rows: Any, eod_id: int, *, source: str = "the data") -> None:
-    """Refuse data that boundaries can't be read from by EOD.
-
-    Args:
-        rows: integers `[B, S]`, the first rows of a dataset; a few dozen tell enough.
-        eod_id: end-of-document id.
-        source: file or prefix to name in the message.
-
-    Raises:
-        DataError: when not one row holds an EOD.
-    """
-    tokens = checks.integer_array("rows", rows, 2)
-    if tokens.size and not np.any(tokens == eod_id):
-        raise DataError(
-            f"{source}: no end-of-document id {eod_id} in its first {len(tokens)} rows of "
-            f"{tokens.shape[1]} tokens, so packing would see one document; preprocess with "
-            "--append-eod, or use --document-boundaries index"
-        )

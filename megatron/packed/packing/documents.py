@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -138,6 +140,8 @@ class DocumentStream:
         overlong: what to do with documents longer than `capacity`.
         lookahead: tokens to hold after a cut piece: 1 for the main loss, and one more for each
             multi-token-prediction depth.
+        order: epoch -> document numbers, a pure function; a document may come several times or
+            not at all, as in a weighted blend. None is every document once, shuffled by `seed`.
 
     Raises:
         DataError: for an empty corpus, or an over-long document under "error".
@@ -151,6 +155,7 @@ class DocumentStream:
         seed: int | None = 0,
         overlong: str = "split",
         lookahead: int = 1,
+        order: Callable[[int], Int64] | None = None,
     ) -> None:
         self.lengths = np.ascontiguousarray(checks.integer_array("lengths", lengths, 1))
         self.capacity = checks.integer("capacity", capacity, 1)
@@ -179,11 +184,14 @@ class DocumentStream:
                 "split, truncate or drop"
             )
         self.counters = PackerCounters()
+        self._epoch_order = order
         self.epoch = 0
         self.position = 0
         self._order = self._order_of(0)
 
     def _order_of(self, epoch: int) -> Int64:
+        if self._epoch_order is not None:
+            return self._epoch_order(epoch)
         if self.seed is None:
             return np.arange(len(self.lengths), dtype=np.int64)
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
@@ -198,7 +206,12 @@ class DocumentStream:
     @property
     def epoch_ended(self) -> bool:
         """All documents of this epoch were taken."""
-        return self.position >= len(self.lengths)
+        return self.position >= len(self._order)
+
+    @property
+    def epoch_documents(self) -> int:
+        """Documents of this epoch, taken or not."""
+        return len(self._order)
 
     def next_epoch(self) -> None:
         """Start the next epoch."""
@@ -240,11 +253,17 @@ class DocumentStream:
         return {
             "documents": len(self.lengths),
             "tokens": int(self.lengths.sum()),
+            "checksum of lengths and order": self._checksum,
             "capacity": self.capacity,
             "seed": self.seed,
             "overlong": self.overlong,
             "lookahead": self.lookahead,
         }
+
+    @cached_property
+    def _checksum(self) -> int:
+        # Epoch 0 stands for all: the order is one function of the epoch.
+        return zlib.crc32(self._order_of(0).tobytes(), zlib.crc32(self.lengths.tobytes()))
 
     def state(self) -> dict[str, Any]:
         """Position and counters, plain numbers only."""

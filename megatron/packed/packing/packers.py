@@ -6,6 +6,7 @@ Source: best-fit packing of Ding et al. 2024 (Fewer Truncations Improve Language
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class BestFitDecreasing(DocumentPacker):
     strategy = "best_fit_decreasing"
 
     def _advance(self) -> list[Int64]:
-        pieces = self.stream.take(len(self.stream.lengths))
+        pieces = self.stream.take(self.stream.epoch_documents)
         bins = core.best_fit_decreasing(self.costs(pieces), self.capacity)
         packs = split_by_bin(pieces, bins, int(bins.max()) + 1 if len(bins) else 0)
         # Packs come out longest documents first: hand them out in an order of their own.
@@ -170,6 +171,7 @@ def build_document_packer(
     window: int = 4096,
     micro_batches: int = 8,
     workload_block: int = 8192,
+    order: Callable[[int], Int64] | None = None,
 ) -> DocumentPacker:
     """Make the packer of a `--packing-strategy`.
 
@@ -184,6 +186,7 @@ def build_document_packer(
         window: documents that windowed_best_fit looks ahead.
         micro_batches: packs that greedy_workload balances against each other.
         workload_block: tokens at which a document's attention costs as much as the rest.
+        order: see `DocumentStream`.
 
     Raises:
         ValueError: for an unknown strategy or a size that can't be.
@@ -193,7 +196,9 @@ def build_document_packer(
         raise ValueError("strategy: 'rows' packs the rows of a dataset and needs no packer")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: {strategy!r} must be one of {', '.join(STRATEGIES)}")
-    stream = DocumentStream(lengths, capacity, seed=seed, overlong=overlong, lookahead=lookahead)
+    stream = DocumentStream(
+        lengths, capacity, seed=seed, overlong=overlong, lookahead=lookahead, order=order
+    )
     match strategy:
         case "next_fit":
             return NextFit(stream, alignment=alignment)

@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.packed.context_parallel import make_partition
-from megatron.packed.errors import DataError
 from megatron.packed.packing import (
     Alignment,
     PackPlan,
     build_pack_plan,
-    check_rows_hold_eod,
     generate_cu_seqlens_and_max_seqlen_batch,
 )
 from megatron.packed.packing.alignment import MODES, PARTITIONS, QUANTISATION_MULTIPLE
@@ -148,12 +146,6 @@ def test_a_batch_of_pads_only_has_a_shape_and_no_target():
         assert plan.total_tokens == plan.alignment.pack_multiple
         assert plan.statistics.supervised_tokens == plan.statistics.num_segments == 0
         assert not plan.valid_mask.any() and not plan.loss_mask().any()
-
-
-def test_data_without_eod_is_refused_with_a_hint():
-    check_rows_hold_eod([[5, 6], [1, 7]], 1)
-    with pytest.raises(DataError, match="corpus: no end-of-document id 1 .*--append-eod"):
-        check_rows_hold_eod([[5, 6], [8, 7]], 1, source="corpus")
 
 
 def test_off_by_one_in_row_lengths_against_stated_counts():
