@@ -7,6 +7,13 @@ from typing import ClassVar
 
 from megatron.packed.arguments.declare import derived, flag, required
 
+STRATEGIES = (
+    "rows",
+    "next_fit",
+    "best_fit_decreasing",
+    "windowed_best_fit",
+    "greedy_workload",
+)
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
 
 
@@ -88,6 +95,41 @@ class PackingConfig:
         default="default",
         choices=("default", "segment", "pack"),
     )
+    packing_strategy: str = flag(
+        "What a pack is made of: rows of the corpus cut at document ends, or whole documents of "
+        "at most --seq-length tokens, chosen by next_fit (in order), best_fit_decreasing (over a "
+        "whole epoch), windowed_best_fit (over --packing-window documents) or greedy_workload "
+        "(packs of equal work).",
+        default="rows",
+        choices=STRATEGIES,
+    )
+    packing_window: int = flag(
+        "Documents that windowed_best_fit looks ahead.", default=4096, at_least=1
+    )
+    overlong_documents: str = flag(
+        "What becomes of documents longer than --seq-length when documents are packed whole.",
+        default="split",
+        choices=("split", "truncate", "drop", "error"),
+    )
+    packed_sequence_capacity: int | None = flag(
+        "Pad every pack to this many tokens, for static shapes; by default to the slots of a "
+        "micro-batch.",
+        at_least=1,
+    )
+    document_boundaries: str = derived(
+        "eod with --packing-strategy rows, index otherwise",
+        "Where documents end: at end-of-document tokens, or where the corpus's index says.",
+        choices=("eod", "index"),
+    )
+    check_packing_metadata: bool = flag(
+        "Before each step, compare packs' boundaries over all ranks of a model; for debugging.",
+        default=False,
+    )
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether packs are made of whole documents instead of rows."""
+        return self.use_packed_sequence and self.packing_strategy != "rows"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,7 @@ def _derived_defaults(config: Config) -> dict[str, Any]:
         "end_weight_decay": optimization.weight_decay,
         "split": _default_split(config),
         "dataloader_type": "single",
+        "document_boundaries": "index" if config.packing.packs_documents else "eod",
         "threads": max(1, len(os.sched_getaffinity(0)) // config.parallel.local_world_size),
     }
 

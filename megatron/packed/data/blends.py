@@ -168,6 +168,34 @@ def check_split_string(split: str) -> None:
         )
 
 
+def split_of(
+    corpora: Corpora | None, split: str | None, place: int
+) -> tuple[Blend | None, tuple[float, float] | None]:
+    """The blend of a split, and which share of each corpus's documents belongs to it.
+
+    Args:
+        corpora: what the data flags name; None for generated documents.
+        split: `--split`, read for generated documents.
+        place: 0, 1, 2 for training, validation, test.
+
+    Returns:
+        The blend (None for generated documents, or a split without one), and (first, last) as
+        fractions; None for a split without a share.
+    """
+    # Imported here: tools read blends without megatron-core.
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    if corpora is not None and corpora.per_split is not None:
+        return corpora.per_split[place], (0.0, 1.0)
+    if corpora is not None:
+        split = corpora.split
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    return corpora.blend if corpora is not None else None, matrix[place]
+
+
 def _number(word: str) -> float | None:
     try:
         return float(word)

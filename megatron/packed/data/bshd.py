@@ -8,8 +8,8 @@ its diagonal blocks. Real tokens are told from tail padding by position, never b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import numpy
 import torch
@@ -107,11 +107,16 @@ def build_bshd(
 
 @dataclass(frozen=True)
 class BshdBatch:
-    """A batch as tensors; shapes and dtypes as in BshdArrays.
+    """A batch as tensors, all of them views of one buffer; shapes and dtypes as in BshdArrays.
 
     Attributes:
+        max_seqlen: tokens of the longest block.
+        num_blocks: causal attention blocks.
         real_tokens: input tokens that are no tail padding.
+        supervised_tokens: positions whose label counts.
+        sum_squared_lengths: over attention blocks.
         sample_indices: the samples' places in the dataset, for error messages.
+        buffer: uint8, the bytes that the tensors are views of.
     """
 
     tokens: torch.Tensor
@@ -120,25 +125,129 @@ class BshdBatch:
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     max_seqlen: int
+    num_blocks: int
     real_tokens: int
+    supervised_tokens: int
+    sum_squared_lengths: int
     sample_indices: tuple[int, ...]
+    buffer: torch.Tensor
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: BshdArrays, real_tokens: int, sample_indices: Sequence[int]
+    ) -> Self:
+        """Put a batch on the host into one buffer.
+
+        Args:
+            arrays: the batch.
+            real_tokens: input tokens that are no tail padding.
+            sample_indices: places in the dataset.
+        """
+        lengths = numpy.diff(arrays.cu_seqlens).astype(numpy.int64)
+        rows, seq_length = arrays.tokens.shape
+        header = _Header(
+            rows=rows,
+            seq_length=seq_length,
+            num_blocks=len(lengths),
+            num_indices=len(sample_indices),
+            max_seqlen=arrays.max_seqlen,
+            real_tokens=real_tokens,
+            supervised_tokens=int(numpy.count_nonzero(arrays.loss_mask)),
+            sum_squared_lengths=int((lengths * lengths).sum()),
+        )
+        # 64-bit arrays first, so that each starts at a multiple of its item size.
+        parts = (
+            numpy.array(header, dtype=numpy.int64),
+            arrays.tokens,
+            arrays.labels,
+            arrays.position_ids,
+            numpy.array(sample_indices, dtype=numpy.int64),
+            arrays.loss_mask,
+            arrays.cu_seqlens,
+        )
+        flat = [numpy.ascontiguousarray(part).reshape(-1).view(numpy.uint8) for part in parts]
+        return cls.from_buffer(torch.from_numpy(numpy.concatenate(flat)))
+
+    @classmethod
+    def from_buffer(cls, buffer: torch.Tensor) -> Self:
+        """Rebuild a batch from its bytes, such as another rank received them.
+
+        Args:
+            buffer: uint8 on the host.
+        """
+        words = 8 * len(_Header._fields)
+        header = _Header(*buffer[:words].view(torch.int64).tolist())
+        indices = words + 3 * 8 * header.rows * header.seq_length
+        held = buffer[indices : indices + 8 * header.num_indices].view(torch.int64).tolist()
+        return cls._over(buffer, header, tuple(held))
+
+    @classmethod
+    def _over(cls, buffer: torch.Tensor, header: _Header, indices: tuple[int, ...]) -> Self:
+        """Take views of a buffer on any device."""
+        shape = (header.rows, header.seq_length)
+        size = header.rows * header.seq_length
+        at = 8 * len(_Header._fields)
+
+        def take(count: int, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal at
+            begin, at = at, at + count * dtype.itemsize
+            return buffer[begin:at].view(dtype)
+
+        tokens, labels, position_ids = (take(size, torch.int64).view(shape) for _ in range(3))
+        take(header.num_indices, torch.int64)
+        return cls(
+            tokens=tokens,
+            labels=labels,
+            position_ids=position_ids,
+            loss_mask=take(size, torch.float32).view(shape),
+            cu_seqlens=take(header.num_blocks + 1, torch.int32),
+            max_seqlen=header.max_seqlen,
+            num_blocks=header.num_blocks,
+            real_tokens=header.real_tokens,
+            supervised_tokens=header.supervised_tokens,
+            sum_squared_lengths=header.sum_squared_lengths,
+            sample_indices=indices,
+            buffer=buffer,
+        )
+
+    def _on(self, buffer: torch.Tensor) -> Self:
+        rows, seq_length = self.tokens.shape
+        header = _Header(
+            rows=rows,
+            seq_length=seq_length,
+            num_blocks=self.num_blocks,
+            num_indices=len(self.sample_indices),
+            max_seqlen=self.max_seqlen,
+            real_tokens=self.real_tokens,
+            supervised_tokens=self.supervised_tokens,
+            sum_squared_lengths=self.sum_squared_lengths,
+        )
+        return self._over(buffer, header, self.sample_indices)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The same batch on `device`."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same batch on `device`: one copy."""
+        return self._on(self.buffer.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """The same batch in page-locked memory."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self._on(self.buffer.pin_memory())
 
-    def _map(self, change: Any) -> Self:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return type(self)(
-            **{
-                name: change(value) if isinstance(value, torch.Tensor) else value
-                for name, value in values.items()
-            }
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        # From a data-loader worker one shared-memory tensor travels, not five.
+        return type(self).from_buffer, (self.buffer,)
+
+
+class _Header(NamedTuple):
+    """Sizes and counts, as int64 words at the start of the buffer."""
+
+    rows: int
+    seq_length: int
+    num_blocks: int
+    num_indices: int
+    max_seqlen: int
+    real_tokens: int
+    supervised_tokens: int
+    sum_squared_lengths: int
 
 
 @dataclass(frozen=True)
@@ -172,13 +281,8 @@ class BshdCollator:
             reset_attention_mask=self.reset_attention_mask,
             eod_mask_loss=self.eod_mask_loss,
         )
-        return BshdBatch(
-            tokens=torch.from_numpy(arrays.tokens),
-            labels=torch.from_numpy(arrays.labels),
-            loss_mask=torch.from_numpy(arrays.loss_mask),
-            position_ids=torch.from_numpy(arrays.position_ids),
-            cu_seqlens=torch.from_numpy(arrays.cu_seqlens),
-            max_seqlen=arrays.max_seqlen,
+        return BshdBatch.from_arrays(
+            arrays,
             real_tokens=int(numpy.minimum(lengths, arrays.tokens.shape[1]).sum()),
-            sample_indices=tuple(int(sample["index"]) for sample in samples if "index" in sample),
+            sample_indices=[int(sample["index"]) for sample in samples if "index" in sample],
         )

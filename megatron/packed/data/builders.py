@@ -15,6 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megatron.packed.data.blends import SPLIT_NAMES, Corpora, resolve_corpora
+from megatron.packed.data.document_corpus import DocumentCorpus, build_document_corpora
 from megatron.packed.data.row_dataset import BlendedRowDataset, MockRowDataset, RowDataset
 from megatron.packed.data.validation import SampleCounts, check_cache_folder, validate_data
 from megatron.packed.errors import DataError
@@ -28,13 +29,13 @@ Rows = RowDataset | MockRowDataset | BlendedRowDataset
 
 @dataclass(frozen=True)
 class Datasets:
-    """Row datasets of a run; None where a split has no share or no row is asked of it."""
+    """Rows, or whole documents, of a run; None where a split has no share or isn't asked for."""
 
-    train: Rows
-    valid: Rows | None
-    test: Rows | None
+    train: Rows | DocumentCorpus
+    valid: Rows | DocumentCorpus | None
+    test: Rows | DocumentCorpus | None
 
-    def __iter__(self) -> Iterator[Rows | None]:
+    def __iter__(self) -> Iterator[Rows | DocumentCorpus | None]:
         return iter((self.train, self.valid, self.test))
 
 
@@ -44,7 +45,7 @@ def build_datasets(
     num_samples: SampleCounts,
     is_built_on_rank: Callable[[], bool] = lambda: True,
 ) -> Datasets:
-    """Check the corpora and build the row datasets; every rank calls it.
+    """Check the corpora and build the datasets; every rank calls it.
 
     Rank 0 builds the index files while the others wait at a barrier, then the others map them.
 
@@ -56,8 +57,9 @@ def build_datasets(
             the same on every rank, and a mapped file is cheaper than a broadcast.
 
     Returns:
-        The datasets. With one corpus, or weights, a split repeats its documents until it has the
-        rows that are asked for; it may have a few more.
+        The datasets: document corpora where documents are packed whole. Of row datasets, with one
+        corpus, or weights, a split repeats its documents until it has the rows that are asked
+        for; it may have a few more.
 
     Raises:
         ConfigurationError: if data flags are malformed.
@@ -68,6 +70,11 @@ def build_datasets(
         validate_data(config, corpora, tokenizer, num_samples)
     elif config.data.data_cache_path is not None:
         check_cache_folder(config.data.data_cache_path, [])
+    if config.packing.packs_documents:
+        train, valid, test = build_document_corpora(config, corpora, tokenizer, list(num_samples))
+        if train is None:
+            raise DataError("the train split is empty; give it a share of --split")
+        return Datasets(train, valid, test)
     _require_compiled_helpers()
     core_config = _core_config(config, corpora, tokenizer)
     _leave_out_unwanted_splits(core_config, num_samples)

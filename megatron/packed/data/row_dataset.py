@@ -42,13 +42,15 @@ class RowMixin:
         Returns:
             `text` int64 `[S + 1]`, the last one being the extra label token; `length`, the real
             ids among them (the rest is tail padding); `document_ids` int64 `[documents]`, the
-            sequences of the corpus the row is cut from, in order.
+            sequences of the corpus the row is cut from, in order; `document_lengths` int64
+            `[documents]`, the real ids of each, the extra label token included.
 
         Raises:
             DataError: if a token id is outside the tokenizer's vocabulary.
         """
         text, document_ids = self._query_document_sample_shuffle_indices(idx)
-        length = self._real_length(idx)
+        document_lengths = self._document_lengths(idx)
+        length = int(document_lengths.sum())
         tokenizer = self.config.tokenizer
         text[length:] = tokenizer.pad
         # Two passes over one row: microseconds, against an index error inside the embedding.
@@ -59,16 +61,23 @@ class RowMixin:
                 f"{document_ids[0]}..{document_ids[-1]}) is outside the tokenizer's "
                 f"[0, {tokenizer.vocab_size}); preprocess the corpus again with this tokenizer"
             )
-        return {"text": text, "length": length, "document_ids": document_ids}
+        return {
+            "text": text,
+            "length": length,
+            "document_ids": document_ids,
+            "document_lengths": document_lengths,
+        }
 
-    def _real_length(self: Any, idx: int) -> int:
+    def _document_lengths(self: Any, idx: int) -> numpy.ndarray:
         # The span that _query_document_sample_shuffle_indices reads, as arithmetic.
         sample = int(self.shuffle_index[idx])
         first, first_offset = (int(value) for value in self.sample_index[sample])
         last, last_offset = (int(value) for value in self.sample_index[sample + 1])
-        whole = self.document_index[first:last]
-        before_last = int(self.dataset.sequence_lengths[whole].sum(dtype=numpy.int64))
-        return before_last - first_offset + last_offset + 1
+        documents = self.document_index[first : last + 1]
+        lengths = self.dataset.sequence_lengths[documents].astype(numpy.int64)
+        lengths[-1] = last_offset + 1
+        lengths[0] -= first_offset
+        return lengths
 
     def _build_document_sample_shuffle_indices(self: Any) -> tuple[numpy.ndarray, ...]:
         # Called at the end of GPTDataset.__init__, after its cache key was made and before it is

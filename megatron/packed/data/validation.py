@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 
-from megatron.packed.data.blends import SPLIT_NAMES, Blend, Corpora
+from megatron.packed.data.blends import SPLIT_NAMES, Corpora, split_of
 from megatron.packed.data.files import require_writable_folder
 from megatron.packed.data.index_files import IndexedCorpus, inspect_corpus
 from megatron.packed.data.row_dataset import default_cache_folder
@@ -70,10 +66,15 @@ def validate_data(
                 continue
             corpus = opened[prefix] = inspect_corpus(blend.flag, prefix)
             check_vocabulary(blend.flag, corpus, tokenizer)
-            if config.packing.use_packed_sequence:
+            if config.packing.use_packed_sequence and config.packing.document_boundaries == "eod":
                 check_eod_present(blend.flag, corpus, tokenizer.eod, config.data.seq_length)
     check_split_sizes(
-        corpora, opened, counts, config.data.seq_length, config.training.global_batch_size
+        corpora,
+        opened,
+        counts,
+        config.data.seq_length,
+        config.training.global_batch_size,
+        whole_documents=config.packing.packs_documents,
     )
     check_cache_folder(config.data.data_cache_path, list(opened))
 
@@ -132,8 +133,9 @@ def check_eod_present(flag: str, corpus: IndexedCorpus, eod: int, seq_length: in
     raise DataError(
         f"--use-packed-sequence needs documents that end in EOD (id {eod}), and {flag} "
         f"{corpus.prefix} has it at the end of none of its first {len(real)} documents and nowhere "
-        f"in its first {len(first)} tokens; run tools/preprocess_data.py with --append-eod and the "
-        "tokenizer of this run, or drop --use-packed-sequence"
+        f"in its first {len(first)} tokens; take the boundaries from the corpus's index with "
+        "--document-boundaries index, or run tools/preprocess_data.py with --append-eod and the "
+        "tokenizer of this run"
     )
 
 
@@ -143,6 +145,8 @@ def check_split_sizes(
     counts: SampleCounts,
     seq_length: int,
     global_batch_size: int,
+    *,
+    whole_documents: bool = False,
 ) -> None:
     """Check that each split the run asks for has documents, and training one global batch.
 
@@ -154,12 +158,13 @@ def check_split_sizes(
         counts: rows the run asks of each split.
         seq_length: input tokens of a row.
         global_batch_size: rows of one step.
+        whole_documents: documents are packed whole, epoch after epoch, however small they are.
 
     Raises:
         DataError: if a split is too small.
     """
     for place, (name, wanted) in enumerate(zip(SPLIT_NAMES, counts, strict=True)):
-        blend, bounds = _split_of(corpora, place)
+        blend, bounds = split_of(corpora, None, place)
         if wanted == 0 or blend is None or bounds is None:
             continue
         rows = 0
@@ -167,7 +172,7 @@ def check_split_sizes(
             lengths = opened[prefix].sequence_lengths
             first, last = (int(round(bound * len(lengths))) for bound in bounds)
             tokens = int(lengths[first:last].sum(dtype=numpy.int64))
-            if tokens < 2:
+            if tokens < (1 if whole_documents else 2):
                 raise DataError(
                     f"the {name} split of {blend.flag} {prefix} has {last - first} of its "
                     f"{len(lengths)} documents and {tokens} tokens"
@@ -177,7 +182,7 @@ def check_split_sizes(
                     "--eval-iters 0)"
                 )
             rows += (tokens - 1) // seq_length
-        if name == "train" and rows < global_batch_size:
+        if name == "train" and not whole_documents and rows < global_batch_size:
             raise DataError(
                 f"{blend.flag} {' '.join(blend.prefixes)}: the train split holds {rows} rows of "
                 f"--seq-length {seq_length}, fewer than one global batch of {global_batch_size}; "
@@ -209,10 +214,3 @@ def check_cache_folder(data_cache_path: str | None, prefixes: list[str]) -> None
             # A read-only cache that an earlier run filled may do.
             if not any(Path(folder).glob("*-description.txt")):
                 raise
-
-
-def _split_of(corpora: Corpora, place: int) -> tuple[Blend | None, tuple[float, float] | None]:
-    if corpora.per_split is not None:
-        return corpora.per_split[place], (0.0, 1.0)
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(corpora.split))
-    return corpora.blend, matrix[place]

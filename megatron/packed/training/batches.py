@@ -7,6 +7,8 @@ positions and boundaries, and no step waits for a device to learn a shape.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -17,9 +19,18 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.packed.arguments import Config
+from megatron.packed.context_parallel.agreement import assert_same_metadata
 from megatron.packed.data.bshd import BshdBatch, BshdCollator
-from megatron.packed.packing import Alignment, PackedBatch, build_pack_plan
+from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.packing import (
+    Alignment,
+    PackedBatch,
+    boundaries_from_document_index,
+    build_pack_plan,
+)
 from megatron.packed.training.environment import Environment
+from megatron.packed.training.packs import DocumentCollator, PackBatches
+from megatron.packed.training.sharing import HostBatch, next_shared
 
 # No token has this id: rows say by position what is padding.
 _NO_PAD_ID = -1
@@ -36,6 +47,7 @@ class BatchStatistics:
         padded_tokens: slots of the batch that hold no token.
         supervised_tokens: positions with a target.
         sum_squared_lengths: Σℓ² over segments.
+        data_seconds: time that steps waited for micro-batches.
     """
 
     packs: int = 0
@@ -44,6 +56,13 @@ class BatchStatistics:
     padded_tokens: int = 0
     supervised_tokens: int = 0
     sum_squared_lengths: int = 0
+    data_seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def fill(self) -> float:
+        """Share of the batches' slots that hold a token."""
+        slots = self.real_tokens + self.padded_tokens
+        return self.real_tokens / slots if slots else 0.0
 
     def add(self, other: BatchStatistics) -> None:
         """Add counts of other micro-batches."""
@@ -51,11 +70,17 @@ class BatchStatistics:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def reduced(self, device: torch.device) -> BatchStatistics:
-        """The sum over data-parallel ranks; a collective call."""
-        counts = [getattr(self, each.name) for each in fields(self)]
+        """Sums over data-parallel ranks, and the longest wait; a collective call."""
+        names = [each.name for each in fields(self) if each.compare]
+        counts = [getattr(self, name) for name in names]
+        group = parallel_state.get_data_parallel_group()
         total = torch.tensor(counts, dtype=torch.int64, device=device)
-        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        return BatchStatistics(*total.tolist())
+        torch.distributed.all_reduce(total, group=group)
+        # All ranks of a step wait for the slowest one.
+        longest = torch.tensor(self.data_seconds, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
+        sums = dict(zip(names, total.tolist(), strict=True))
+        return BatchStatistics(**sums, data_seconds=longest.item())
 
 
 @dataclass(frozen=True)
@@ -89,33 +114,63 @@ class PackingCollator:
         eod_id: id that ends a document.
         alignment: multiples that the parallel layout needs.
         capacity: tokens every pack is padded to, so that pipeline stages know its shape.
+        by_index: documents end where the corpus's index says, whatever the tokens are.
     """
 
     eod_id: int
     alignment: Alignment
     capacity: int | None
+    by_index: bool = False
 
     def __call__(self, samples: list[dict[str, Any]]) -> PackedBatch:
-        """Pack samples `{"text": int64 [S + 1], "length": int}`."""
+        """Pack samples `{"text": int64 [S + 1], "length": int}`.
+
+        By index, a sample's `document_lengths` say where its documents end.
+
+        Raises:
+            DataError: when padding every segment takes more than the capacity.
+        """
         rows = np.stack([sample["text"] for sample in samples])
-        plan = build_pack_plan(
-            rows[:, :-1],
-            self.eod_id,
-            _NO_PAD_ID,
-            extra_token=rows[:, -1],
-            row_lengths=np.array([sample["length"] for sample in samples]),
-            alignment=self.alignment,
-            capacity=self.capacity,
-        )
+        boundaries = None
+        if self.by_index:
+            boundaries = boundaries_from_document_index(
+                [sample["document_lengths"] for sample in samples], rows.shape[1] - 1
+            )
+        try:
+            plan = build_pack_plan(
+                rows[:, :-1],
+                self.eod_id,
+                _NO_PAD_ID,
+                extra_token=rows[:, -1],
+                row_lengths=np.array([sample["length"] for sample in samples]),
+                alignment=self.alignment,
+                capacity=self.capacity,
+                boundaries=boundaries,
+            )
+        except ValueError as error:
+            raise DataError(str(error)) from error
         return PackedBatch.from_plan(plan, rows)
 
 
 def pack_capacity(config: Config, alignment: Alignment) -> int | None:
     """Tokens of every pack, or None where segments are padded one by one.
 
-    Rows of a micro-batch hold at most micro-batch-size * seq-length tokens, so that many, rounded
-    up to the layout's multiple, always suffices when only the pack's end is padded.
+    The samples of a micro-batch hold at most micro-batch-size * seq-length tokens, so that many,
+    rounded up to the layout's multiple, always suffices when only the pack's end is padded.
+    `--packed-sequence-capacity` sets another length; it moves no boundary.
+
+    Raises:
+        ConfigurationError: when the layout can't divide the capacity that was asked for.
     """
+    asked = config.packing.packed_sequence_capacity
+    multiple = alignment.pack_multiple
+    if asked is not None:
+        if asked % multiple:
+            raise ConfigurationError(
+                f"--packed-sequence-capacity {asked}: must be a multiple of {multiple}, which the "
+                f"parallel layout cuts packs into; {asked + -asked % multiple} would do"
+            )
+        return asked
     if alignment.segment != 1:
         return None
     slots = config.training.micro_batch_size * config.data.seq_length
@@ -132,11 +187,17 @@ def pack_alignment(config: Config) -> Alignment:
     )
 
 
-def build_collator(config: Config, eod_id: int) -> PackingCollator | BshdCollator:
-    """The collator that `--use-packed-sequence` asks for, or the one for rows."""
+def build_collator(
+    config: Config, eod_id: int
+) -> PackingCollator | DocumentCollator | BshdCollator:
+    """The collator for packs of rows, packs of documents, or rows that aren't packed."""
     if config.packing.use_packed_sequence:
         alignment = pack_alignment(config)
-        return PackingCollator(eod_id, alignment, pack_capacity(config, alignment))
+        capacity = pack_capacity(config, alignment)
+        if config.packing.packs_documents:
+            return DocumentCollator(alignment, capacity)
+        by_index = config.packing.document_boundaries == "index"
+        return PackingCollator(eod_id, alignment, capacity, by_index)
     data = config.data
     return BshdCollator(
         eod_id,
@@ -167,7 +228,6 @@ def _from_pack(batch: PackedBatch) -> MicroBatch:
 
 
 def _from_rows(batch: BshdBatch, block_diagonal: bool) -> MicroBatch:
-    lengths = torch.diff(batch.cu_seqlens).long()
     return MicroBatch(
         tokens=batch.tokens,
         labels=batch.labels,
@@ -177,11 +237,11 @@ def _from_rows(batch: BshdBatch, block_diagonal: bool) -> MicroBatch:
         packed_seq_params=None,
         statistics=BatchStatistics(
             packs=1,
-            segments=len(lengths),
+            segments=batch.num_blocks,
             real_tokens=batch.real_tokens,
             padded_tokens=batch.tokens.numel() - batch.real_tokens,
-            supervised_tokens=int(torch.count_nonzero(batch.loss_mask)),
-            sum_squared_lengths=int((lengths * lengths).sum()),
+            supervised_tokens=batch.supervised_tokens,
+            sum_squared_lengths=batch.sum_squared_lengths,
         ),
     )
 
@@ -192,25 +252,18 @@ class BatchSource:
 
     Attributes:
         loader: collated batches on tensor-parallel rank 0; None on its peers.
-        environment: device and host group.
+        environment: device and host groups.
         block_diagonal: rows attend inside their segments only (`--reset-attention-mask`).
     """
 
-    loader: Iterator[PackedBatch | BshdBatch] | None
+    loader: Iterator[HostBatch] | None
     environment: Environment
     block_diagonal: bool
 
-    def read(self) -> PackedBatch | BshdBatch:
+    def read(self) -> HostBatch:
         """The next batch, on the host, equal on all tensor-parallel ranks."""
-        group = self.environment.host_tp_group
-        holder = [None if self.loader is None else next(self.loader)]
-        if group.size() > 1:
-            source = torch.distributed.get_global_rank(group, 0)
-            torch.distributed.broadcast_object_list(holder, src=source, group=group)
-        batch = holder[0]
-        if batch is None:
-            raise StopIteration
-        return batch
+        on_cuda = self.environment.accelerator.name == "cuda"
+        return next_shared(self.loader, self.environment.host_tp_group, pin_memory=on_cuda)
 
 
 @dataclass
@@ -219,30 +272,76 @@ class MicroBatchIterator:
 
     Attributes:
         source: where batches come from.
-        consumed_samples: samples trained on by all ranks before the current step.
+        samples_per_micro_batch: samples that all data-parallel ranks take with one micro-batch.
+        consumed_samples: samples of all ranks in the micro-batches handed out so far.
         iteration: number of the current step, from 1.
         statistics: counts since `take_statistics`.
     """
 
     source: BatchSource
+    samples_per_micro_batch: int = 1
     consumed_samples: int = 0
     iteration: int = 0
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
+    _ahead: deque[HostBatch] = field(default_factory=deque)
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
     def __next__(self) -> MicroBatch:
-        batch = self.source.read()
+        start = time.perf_counter()
+        batch = self._ahead.popleft() if self._ahead else self.source.read()
         on_device = batch.to(self.source.environment.accelerator.device, non_blocking=True)
         if isinstance(on_device, PackedBatch):
             micro_batch = _from_pack(on_device)
         else:
             micro_batch = _from_rows(on_device, self.source.block_diagonal)
+        self.consumed_samples += self.samples_per_micro_batch
         self.statistics.add(micro_batch.statistics)
+        self.statistics.data_seconds += time.perf_counter() - start
         return micro_batch
 
     def take_statistics(self) -> BatchStatistics:
         """Counts of all data-parallel ranks since the last call; a collective call."""
         taken, self.statistics = self.statistics, BatchStatistics()
         return taken.reduced(self.source.environment.accelerator.device)
+
+    def check_metadata(self, num_microbatches: int) -> None:
+        """Compare the next micro-batches' boundaries over all ranks of this model replica.
+
+        A collective call with `--check-packing-metadata`, and nothing without. The batches are
+        read before the step: inside it, pipeline stages would wait for each other.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+
+        Raises:
+            TrainingError: on every rank, when one has other boundaries.
+        """
+        group = self.source.environment.host_model_group
+        if group is None:
+            return
+        while len(self._ahead) < num_microbatches:
+            self._ahead.append(self.source.read())
+        for number, batch in enumerate(self._ahead):
+            assert isinstance(batch, PackedBatch)  # the flag needs --use-packed-sequence
+            first = self.consumed_samples + number * self.samples_per_micro_batch
+            what = f"iteration {self.iteration}, micro-batch {number} (samples from {first} on)"
+            assert_same_metadata(batch.packed_seq_params, group, what)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on after the micro-batches handed out so far, as plain numbers and lists.
+
+        It holds for any number of data-parallel ranks and workers. `packing` is None for rows,
+        which the number of consumed samples describes, and on ranks that read no data: save
+        global rank 0's.
+        """
+        packing = None
+        if isinstance(self.source.loader, PackBatches):
+            packing = self.source.loader.state_dict()
+        return {"consumed_samples": self.consumed_samples, "packing": packing}
+
+    def packer_summary(self) -> str | None:
+        """What the packer did so far; None without one, or where no data is read."""
+        loader = self.source.loader
+        return loader.summary() if isinstance(loader, PackBatches) else None

@@ -29,12 +29,15 @@ class Environment:
         world_size: processes in the run.
         host_tp_group: group of the tensor-parallel ranks that carries host tensors (gloo), so
             that sharing a batch never waits for the device.
+        host_model_group: host group of all ranks of this model replica, which must read the same
+            batches; None unless they are to be compared (`--check-packing-metadata`).
     """
 
     accelerator: Accelerator
     rank: int
     world_size: int
     host_tp_group: torch.distributed.ProcessGroup
+    host_model_group: torch.distributed.ProcessGroup | None = None
 
     @property
     def is_first_rank(self) -> bool:
@@ -104,15 +107,27 @@ def _host_tp_group(accelerator: Accelerator) -> torch.distributed.ProcessGroup:
     group = parallel_state.get_tensor_model_parallel_group()
     if accelerator.backend == "gloo":
         return group
-    ranks = torch.distributed.get_process_group_ranks(group)
-    every: list[list[int] | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(every, ranks)
-    mine = group
-    for members in sorted({tuple(r) for r in every if r is not None}):
-        created = torch.distributed.new_group(list(members), backend="gloo")
-        if tuple(ranks) == members:
-            mine = created
-    return mine
+    return _new_host_group(torch.distributed.get_process_group_ranks(group)[0])
+
+
+def _host_model_group() -> torch.distributed.ProcessGroup:
+    """A gloo group over the ranks that work on the same micro-batches: all but data parallelism."""
+    from megatron.core import parallel_state
+
+    return _new_host_group(parallel_state.get_data_parallel_rank())
+
+
+def _new_host_group(color: int) -> torch.distributed.ProcessGroup:
+    """A gloo group of the ranks that give the same color; a collective call of all ranks."""
+    colors: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(colors, color)
+    created = {
+        each: torch.distributed.new_group(
+            [rank for rank, value in enumerate(colors) if value == each], backend="gloo"
+        )
+        for each in sorted(set(colors))
+    }
+    return created[color]
 
 
 def start(config: Config) -> Environment:
@@ -149,6 +164,7 @@ def start(config: Config) -> Environment:
         rank=parallel.rank,
         world_size=parallel.world_size,
         host_tp_group=_host_tp_group(accelerator),
+        host_model_group=_host_model_group() if config.packing.check_packing_metadata else None,
     )
 
 

@@ -39,7 +39,6 @@ def evaluate(
     *,
     num_iterations: int,
     num_microbatches: int,
-    global_batch_size: int,
 ) -> EvaluationResult:
     """Measure the loss without training.
 
@@ -49,7 +48,6 @@ def evaluate(
         shape: shape of a micro-batch.
         num_iterations: global batches to average over.
         num_microbatches: micro-batches of each on this rank.
-        global_batch_size: samples of a global batch.
 
     Returns:
         The result, equal on every rank.
@@ -60,6 +58,7 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=device)
     forward_backward = get_forward_backward_func()
     for _ in range(num_iterations):
+        batches.check_metadata(num_microbatches)
         reports = forward_backward(
             forward_step_func=forward_step,
             data_iterator=batches,
@@ -69,7 +68,6 @@ def evaluate(
             micro_batch_size=shape.batch_size,
             forward_only=True,
         )
-        batches.consumed_samples += global_batch_size
         total += reduce_reports(reports, device)
     for chunk in model:
         chunk.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -29,10 +30,13 @@ class Progress:
     Attributes:
         iteration: finished iterations.
         consumed_samples: samples trained on by all ranks.
+        data: `Splits.state_dict()` at that point, where training goes on; None plans what was
+            consumed again.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
+    data: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,17 @@ class Splits:
     train: MicroBatchIterator
     valid: MicroBatchIterator | None
     test: MicroBatchIterator | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each split goes on, for `Progress.data`: small, plain, the same for any layout.
+
+        Take it between steps. Ranks that read no data lack the packers' states: save rank 0's.
+        """
+        return {
+            name: batches.state_dict()
+            for name, batches in (("train", self.train), ("valid", self.valid), ("test", self.test))
+            if batches is not None
+        }
 
 
 def step_shape(config: Config, transformer_config: object) -> StepShape:
@@ -107,8 +122,8 @@ class Trainer:
     def _train_one(self) -> None:
         batches, progress = self.splits.train, self.progress
         batches.iteration = progress.iteration + 1
-        batches.consumed_samples = progress.consumed_samples
         batch_size = self.config.training.global_batch_size
+        batches.check_metadata(get_num_microbatches())
         result = self.step(batches, get_num_microbatches(), batch_size)
         progress.iteration += 1
         progress.consumed_samples += batch_size
@@ -119,9 +134,7 @@ class Trainer:
                 f"iteration {progress.iteration}: no supervised token in the global batch, "
                 "update skipped"
             )
-        self.reporter.record(
-            result, progress.iteration, progress.consumed_samples, learning_rate
-        )
+        self.reporter.record(result, progress.iteration, progress.consumed_samples, learning_rate)
         if progress.iteration % self.config.logging.log_interval == 0:
             norm = None
             if self.config.logging.log_params_norm:
@@ -134,6 +147,8 @@ class Trainer:
                 batches.take_statistics(),
                 norm,
             )
+            if packer := batches.packer_summary():
+                print_rank_0(f"   packer | so far: {packer} |")
 
     def _learning_rate(self) -> float:
         for group in self.step.optimizer.param_groups:
@@ -148,7 +163,6 @@ class Trainer:
             self.step.shape,
             num_iterations=self.config.evaluation.eval_iters,
             num_microbatches=get_num_microbatches(),
-            global_batch_size=self.config.training.global_batch_size,
         )
         self.reporter.report_evaluation(
             result, split, where, self.progress.iteration, self.progress.consumed_samples

@@ -27,12 +27,14 @@ class Throughput:
         tokens_per_second: real tokens, all ranks.
         flops_per_rank: model FLOP/s of one process.
         mfu: share of the measured GEMM peak of one process.
+        data_share: share of the time in which steps waited for their data.
     """
 
     seconds_per_iteration: float
     tokens_per_second: float
     flops_per_rank: float
     mfu: float
+    data_share: float
 
 
 @dataclass
@@ -112,6 +114,7 @@ class Reporter:
             tokens_per_second=statistics.real_tokens / seconds,
             flops_per_rank=per_rank,
             mfu=per_rank / self.gemm_peak,
+            data_share=statistics.data_seconds / seconds,
         )
 
     def report(
@@ -190,11 +193,13 @@ class Reporter:
             f"segments per pack: {statistics.segments / packs:.1f}",
             f"real tokens: {statistics.real_tokens // steps}",
             f"padded tokens: {statistics.padded_tokens // steps}",
+            f"fill: {100.0 * statistics.fill:.2f} %",
             f"supervised tokens: {statistics.supervised_tokens // steps}",
             f"sum of squared lengths: {statistics.sum_squared_lengths // steps}",
             f"tokens/s: {speed.tokens_per_second:.0f}",
             f"model GFLOP/s per rank: {speed.flops_per_rank / 1e9:.1f}",
             f"MFU: {100.0 * speed.mfu:.1f} % of {self.gemm_peak / 1e9:.0f} GFLOP/s",
+            f"data time: {100.0 * speed.data_share:.2f} %",
         ]
         return "   packing | " + " | ".join(parts) + " |"
 
@@ -208,9 +213,11 @@ class Reporter:
         values = {
             "tokens-per-second": speed.tokens_per_second,
             "mfu": speed.mfu,
+            "data-time": statistics.data_seconds / len(self._steps),
             "packing/segments-per-pack": statistics.segments / max(statistics.packs, 1),
             "packing/real-tokens": statistics.real_tokens / len(self._steps),
             "packing/padded-tokens": statistics.padded_tokens / len(self._steps),
+            "packing/fill": statistics.fill,
             "packing/supervised-tokens": statistics.supervised_tokens / len(self._steps),
         }
         if self.config.logging.log_timers_to_tensorboard:

@@ -221,12 +221,12 @@ class TrainStep:
         ranks = torch.nonzero(bad).flatten().tolist()
         if math.isfinite(loss_sum) and not ranks:
             return
-        first = batches.consumed_samples
+        first = batches.consumed_samples - global_batch_size
         where = f"samples {first}..{first + global_batch_size - 1}"
         if ranks:
             replicas = [parallel_state.get_data_parallel_rank()] * len(bad)
             torch.distributed.all_gather_object(replicas, replicas[0])
-            listed = "; ".join(f"rank {rank}, data-parallel rank {replicas[rank]}" for rank in ranks)
+            listed = "; ".join(f"rank {r}, data-parallel rank {replicas[r]}" for r in ranks)
             where += f", gradients of {listed}"
         raise TrainingError(
             f"NaN or Inf at iteration {batches.iteration}: {where}; lower --lr, look at the data "

@@ -130,7 +130,41 @@ BROKEN = [
         "HuggingFaceTokenizer: needs --tokenizer-model",
         1,
     ),
-    ("packing_options", "--packing-alignment pack", "needs --use-packed-sequence", 1),
+    ("packing_switch", "--packing-alignment pack", "pack: needs --use-packed-sequence", 1),
+    ("packing_switch", "--packing-strategy next_fit", "next_fit: needs --use-packed-sequence", 1),
+    ("packing_switch", "--document-boundaries index", "index: needs --use-packed-sequence", 1),
+    ("packing_switch", "--packed-sequence-capacity 512", "512: needs --use-packed-sequence", 1),
+    ("packing_switch", "--check-packing-metadata", "metadata: needs --use-packed-sequence", 1),
+    (
+        "packing_strategy",
+        "--use-packed-sequence --packing-window 10 --packing-strategy next_fit",
+        "--packing-window 10: is windowed_best_fit's, and --packing-strategy is next_fit",
+        1,
+    ),
+    (
+        "packing_strategy",
+        "--use-packed-sequence --overlong-documents drop",
+        "--overlong-documents drop: needs a --packing-strategy that packs whole documents",
+        1,
+    ),
+    (
+        "packing_strategy",
+        "--use-packed-sequence --packing-strategy next_fit --document-boundaries eod",
+        "--document-boundaries eod: --packing-strategy next_fit takes whole documents",
+        1,
+    ),
+    (
+        "packing_strategy",
+        "--use-packed-sequence --packing-strategy next_fit --dataloader-type cyclic",
+        "--dataloader-type cyclic: --packing-strategy next_fit shuffles the documents",
+        1,
+    ),
+    (
+        "pack_capacity",
+        "--use-packed-sequence --packed-sequence-capacity 255",
+        "--packed-sequence-capacity 255: must be at least --micro-batch-size 2 x --seq-length 128",
+        1,
+    ),
     ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
     ("attention_dropout_on_cpu", "--attention-dropout 0.1", "--attention-dropout 0.0", 1),
 ]
@@ -168,7 +202,14 @@ def test_a_rank_outside_the_job() -> None:
 
 def test_every_rule_is_listed_and_broken_by_some_test() -> None:
     listed = (*rules.RULES, *rules.HARDWARE_RULES)
-    modules = (rules.layout, rules.model, rules.training, rules.data, rules.hardware)
+    modules = (
+        rules.layout,
+        rules.model,
+        rules.training,
+        rules.data,
+        rules.packing,
+        rules.hardware,
+    )
     defined = {
         name
         for module in modules
@@ -223,6 +264,10 @@ def test_values_set_in_code_are_checked_like_those_of_flags() -> None:
             2,
         ),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 10 --lr-warmup-fraction 0.1", 1),
+        ("--use-packed-sequence --document-boundaries index --dataloader-type cyclic", 1),
+        ("--use-packed-sequence --packing-strategy windowed_best_fit --packing-window 8", 1),
+        ("--use-packed-sequence --packing-strategy greedy_workload --document-boundaries index", 1),
+        ("--use-packed-sequence --packed-sequence-capacity 256 --check-packing-metadata", 1),
     ],
 )
 def test_what_is_legal_passes(flags: str, world: int) -> None:

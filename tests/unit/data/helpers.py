@@ -57,7 +57,9 @@ def run_config(**data: object) -> SimpleNamespace:
     }
     return SimpleNamespace(
         data=SimpleNamespace(**{**options, **data}),
-        packing=SimpleNamespace(use_packed_sequence=True),
+        packing=SimpleNamespace(
+            use_packed_sequence=True, packs_documents=False, document_boundaries="eod"
+        ),
         training=SimpleNamespace(seed=1234, global_batch_size=4),
     )
 

@@ -149,7 +149,7 @@ def test_eod_absent(tmp_path: Path):
     message = refused(
         r"--use-packed-sequence needs documents that end in EOD \(id 256\)", data_path=[prefix]
     )
-    assert "--append-eod" in message
+    assert "--append-eod" in message and "--document-boundaries index" in message
     config = run_config(data_path=[prefix], split="1,0,0")
     config.packing.use_packed_sequence = False
     build_datasets(config, ByteTokenizer(), SampleCounts(40, 0, 0))

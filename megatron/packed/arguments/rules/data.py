@@ -1,4 +1,4 @@
-"""Rules on corpus, tokenizer, packing and reports."""
+"""Rules on corpus, tokenizer and reports."""
 
 from __future__ import annotations
 
@@ -55,15 +55,6 @@ def tokenizer(config: Config) -> Iterator[str]:
         yield "--tokenizer-type NullTokenizer: needs --vocab-size, it has no vocabulary of its own"
 
 
-def packing_options(config: Config) -> Iterator[str]:
-    packing = config.packing
-    if packing.packing_alignment != "default" and not packing.use_packed_sequence:
-        yield (
-            f"--packing-alignment {packing.packing_alignment}: needs --use-packed-sequence; "
-            "without it nothing is packed"
-        )
-
-
 def experiment_name(config: Config) -> Iterator[str]:
     logging = config.logging
     if logging.wandb_project and not logging.wandb_exp_name:
@@ -74,6 +65,5 @@ RULES = (
     data_source,
     split_proportions,
     tokenizer,
-    packing_options,
     experiment_name,
 )

@@ -1,0 +1,231 @@
+"""Whole-document packs to micro-batches of this data-parallel rank.
+
+Every rank plans all packs of the run, lengths and numbers only, and reads the tokens of its own.
+A pack holds at most `--seq-length` tokens and is what a row is elsewhere: the unit of
+`--micro-batch-size`, of `--global-batch-size` and of consumed samples. A micro-batch is its packs
+laid end to end. So neither the number of ranks nor the micro-batch size changes which documents a
+global batch holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from megatron.packed.arguments import Config
+from megatron.packed.data.document_corpus import DocumentCorpus
+from megatron.packed.data.loader import BatchIterator, build_loader
+from megatron.packed.errors import DataError
+from megatron.packed.packing import (
+    Alignment,
+    DocumentPack,
+    DocumentPacker,
+    PackedBatch,
+    PackPlan,
+    build_document_packer,
+)
+from megatron.packed.packing.sequence import NumberedPack, PackSequence
+from megatron.packed.training.flops import FlopsCounter
+
+# No token has this id: a plan of documents says by position what is padding.
+_NO_PAD_ID = -1
+
+
+@dataclass(frozen=True)
+class ReplicaShare:
+    """Which packs of a global batch are this rank's.
+
+    Attributes:
+        micro_batch_size: packs of one micro-batch on one rank.
+        data_parallel_rank: this rank.
+        data_parallel_size: data-parallel ranks.
+    """
+
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    @property
+    def group_size(self) -> int:
+        """Packs that all ranks together take at a time."""
+        return self.micro_batch_size * self.data_parallel_size
+
+
+class PackSampler(Sampler[list[NumberedPack]]):
+    """This rank's packs, a micro-batch at a time, as `MicroBatchSampler` shares rows out.
+
+    It runs in the training process and hands the workers packs to read, in order, so that the
+    number of workers changes nothing and one state describes the run.
+
+    Args:
+        sequence: the packs that all ranks share.
+        share: this rank's part of them.
+    """
+
+    def __init__(self, sequence: PackSequence, share: ReplicaShare) -> None:
+        self.sequence = sequence
+        self.share = share
+
+    def __iter__(self) -> Iterator[list[NumberedPack]]:
+        size = self.share.micro_batch_size
+        begins = self.share.data_parallel_rank * size
+        while True:
+            group = [next(self.sequence) for _ in range(self.share.group_size)]
+            yield group[begins : begins + size]
+
+
+class PackReader:
+    """A dataset whose index is a pack: reads its tokens, in a data-loader worker.
+
+    Args:
+        corpus: where the documents are.
+    """
+
+    def __init__(self, corpus: DocumentCorpus) -> None:
+        self.corpus = corpus
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def __getitem__(self, numbered: NumberedPack) -> dict[str, Any]:
+        """`pack`, and `text` int64 `[tokens]`: its pieces end to end, each with its lookahead."""
+        pack = numbered.pack
+        return {"pack": pack, "text": pack.read(self.corpus.read)}
+
+
+@dataclass(frozen=True)
+class DocumentCollator:
+    """Lays the packs of a micro-batch end to end; runs in the data-loader workers.
+
+    Attributes:
+        alignment: multiples that the parallel layout needs.
+        capacity: tokens every micro-batch is padded to; None pads no further than the alignment.
+    """
+
+    alignment: Alignment
+    capacity: int | None
+
+    def __call__(self, samples: list[dict[str, Any]]) -> PackedBatch:
+        """Pack samples of a `PackReader`.
+
+        Raises:
+            DataError: when padding every segment takes more than the capacity.
+        """
+        pieces = DocumentPack(np.concatenate([each["pack"].pieces for each in samples]), epoch=0)
+        try:
+            plan = PackPlan.from_documents(
+                pieces.lengths,
+                _NO_PAD_ID,
+                lookahead=pieces.lookahead,
+                alignment=self.alignment,
+                capacity=self.capacity,
+            )
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        return PackedBatch.from_plan(plan, np.concatenate([each["text"] for each in samples]))
+
+
+class PackBatches(Iterator[PackedBatch]):
+    """Micro-batches of packs, and the state that goes with those handed out.
+
+    Args:
+        batches: collated micro-batches.
+        sequence: the packs they are made of.
+        share: this rank's part of them.
+        consumed: packs that all ranks trained on before.
+    """
+
+    def __init__(
+        self, batches: BatchIterator, sequence: PackSequence, share: ReplicaShare, consumed: int
+    ) -> None:
+        self._batches = batches
+        self._sequence = sequence
+        self._group_size = share.group_size
+        self._consumed = consumed
+
+    def __next__(self) -> PackedBatch:
+        batch = next(self._batches)
+        self._consumed += self._group_size
+        self._sequence.forget_before(self._consumed)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all ranks are once they have trained on the batches handed out here."""
+        return self._sequence.state_at(self._consumed)
+
+    def summary(self) -> str:
+        """What the packer did so far, the packs prepared ahead included."""
+        counters = self._sequence.packer.counters
+        return f"{counters.summary()}, epoch {self._sequence.packer.stream.epoch}"
+
+
+def build_packer(config: Config, corpus: DocumentCorpus, vocab_size: int) -> DocumentPacker:
+    """The packer that `--packing-strategy` names.
+
+    Packs depend on no parallel size: segments are aligned when a micro-batch is laid out.
+
+    Args:
+        config: the run.
+        corpus: documents of the split.
+        vocab_size: ids of the tokenizer, for the cost of a document.
+
+    Raises:
+        DataError: when documents can't be packed as asked.
+    """
+    packing, capacity = config.packing, config.data.seq_length
+    if packing.overlong_documents == "error":
+        corpus.refuse_longer_than(capacity)
+    flops = FlopsCounter.from_config(config.model, vocab_size)
+    try:
+        return build_document_packer(
+            packing.packing_strategy,
+            corpus.lengths,
+            capacity,
+            seed=config.training.seed,
+            order=corpus.order(config.training.seed),
+            overlong=packing.overlong_documents,
+            window=packing.packing_window,
+            # Packs of a global batch train together, on whatever ranks.
+            micro_batches=config.training.global_batch_size,
+            # Attention of a document of d tokens takes per_pair d^2 / 2, all else per_token d.
+            workload_block=max(1, 2 * flops.per_token // flops.per_pair),
+        )
+    except DataError as error:
+        raise DataError(f"{corpus.name}: {error}") from error
+
+
+def describe(packer: DocumentPacker) -> str:
+    """One line for the log: what is packed, and how."""
+    lengths = packer.stream.lengths
+    return (
+        f"{len(lengths):,} documents of {int(lengths.sum()):,} tokens, the longest of "
+        f"{int(lengths.max()):,}, packed by {packer.strategy} into packs of {packer.capacity:,}"
+    )
+
+
+def build_pack_batches(
+    corpus: DocumentCorpus,
+    sequence: PackSequence,
+    collator: DocumentCollator,
+    share: ReplicaShare,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> PackBatches:
+    """Micro-batches of this rank from the sequence's place on.
+
+    Args:
+        corpus: where the documents are.
+        sequence: the packs that all ranks share.
+        collator: lays micro-batches out.
+        share: this rank's part.
+        num_workers: processes that read and lay out; 0 does it here.
+        pin_memory: page-lock batches for copies to a GPU.
+    """
+    consumed = sequence.number
+    sampler = PackSampler(sequence, share)
+    batches = build_loader(PackReader(corpus), sampler, collator, num_workers, pin_memory)
+    return PackBatches(batches, sequence, share, consumed)

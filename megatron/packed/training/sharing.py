@@ -1,0 +1,85 @@
+"""One batch for all tensor-parallel ranks: a tiny header, then the batch's one buffer.
+
+It goes over a host group before the batch moves to the device, so sizes are known without waiting
+for one. What the reading rank met instead of a batch, the end of the data or data that can't be
+used, its peers learn the same way and raise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from megatron.packed.data.bshd import BshdBatch
+from megatron.packed.errors import DataError
+from megatron.packed.packing import PackedBatch
+
+HostBatch = PackedBatch | BshdBatch
+
+
+class _Kind(IntEnum):
+    """What follows the header."""
+
+    PACK = 0
+    ROWS = 1
+    END = 2
+    FAILURE = 3
+
+
+def next_shared(
+    loader: Iterator[HostBatch] | None, group: dist.ProcessGroup, *, pin_memory: bool
+) -> HostBatch:
+    """The next batch, equal on all ranks of the group; a collective call.
+
+    Args:
+        loader: batches on rank 0 of the group; None on its peers.
+        group: a gloo group.
+        pin_memory: receive into page-locked memory, for copies that don't wait.
+
+    Raises:
+        StopIteration: at the end of the data, on every rank.
+        DataError: when rank 0 met one, on every rank.
+    """
+    if group.size() == 1:
+        assert loader is not None  # the group's only rank reads
+        return next(loader)
+    source = dist.get_global_rank(group, 0)
+    if loader is not None:
+        return _send(loader, source, group)
+    return _receive(source, group, pin_memory)
+
+
+def _send(loader: Iterator[HostBatch], source: int, group: dist.ProcessGroup) -> HostBatch:
+    try:
+        batch = next(loader)
+    except StopIteration:
+        dist.broadcast(torch.tensor([_Kind.END, 0]), src=source, group=group)
+        raise
+    except DataError as error:
+        message = torch.tensor(list(str(error).encode()), dtype=torch.uint8)
+        dist.broadcast(torch.tensor([_Kind.FAILURE, len(message)]), src=source, group=group)
+        dist.broadcast(message, src=source, group=group)
+        raise
+    kind = _Kind.PACK if isinstance(batch, PackedBatch) else _Kind.ROWS
+    dist.broadcast(torch.tensor([kind, len(batch.buffer)]), src=source, group=group)
+    dist.broadcast(batch.buffer, src=source, group=group)
+    return batch
+
+
+def _receive(source: int, group: dist.ProcessGroup, pin_memory: bool) -> HostBatch:
+    header = torch.empty(2, dtype=torch.int64)
+    dist.broadcast(header, src=source, group=group)
+    kind, size = header.tolist()
+    if kind == _Kind.END:
+        raise StopIteration
+    buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+    dist.broadcast(buffer, src=source, group=group)
+    match kind:
+        case _Kind.PACK:
+            return PackedBatch.from_buffer(buffer)
+        case _Kind.ROWS:
+            return BshdBatch.from_buffer(buffer)
+    raise DataError(bytes(buffer.tolist()).decode())
