@@ -10,6 +10,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "products.h"
 
 namespace cpu_ops {
 
@@ -25,32 +26,6 @@ using std::int64_t;
 constexpr int64_t query_block = 128;
 constexpr int64_t key_block = 512;
 constexpr int64_t backward_block = 128;
-
-// BLAS may round differently for another alignment: every thread's scratch starts on a cache line.
-float *scratch(std::vector<float> &memory, int64_t size) {
-    constexpr std::size_t line = 64;
-    memory.resize(static_cast<std::size_t>(size) + line / sizeof(float));
-    const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
-    return memory.data() + (line - address % line) % line / sizeof(float);
-}
-
-struct Matrix {
-    const float *data;
-    int64_t stride;
-    bool transposed;
-};
-
-// c[m, n] = alpha * a[m, k] b[k, n] + beta * c, all row-major.
-void multiply(int64_t m, int64_t n, int64_t k, float alpha, Matrix a, Matrix b, float beta,
-              float *c, int64_t c_stride) {
-    const int rows = static_cast<int>(m), columns = static_cast<int>(n),
-              inner = static_cast<int>(k);
-    const int lda = static_cast<int>(a.stride), ldb = static_cast<int>(b.stride),
-              ldc = static_cast<int>(c_stride);
-    // Column-major BLAS sees the transposed problem: c^T = b^T a^T.
-    sgemm()(b.transposed ? "T" : "N", a.transposed ? "T" : "N", &columns, &rows, &inner, &alpha,
-            b.data, &ldb, a.data, &lda, &beta, c, &ldc);
-}
 
 struct Segment {
     int64_t row, start, length;

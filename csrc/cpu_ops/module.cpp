@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "tiles.h"
 
 namespace py = pybind11;
 using std::int64_t;
@@ -141,6 +142,35 @@ void attention_gradients(const StreamArguments &grad, const StreamArguments &q,
                        {heads, kv_heads, width, value_width, scale}, threads);
 }
 
+// (address, row stride, head stride)
+using RowsArguments = std::tuple<uintptr_t, int64_t, int64_t>;
+
+Rows rows(const RowsArguments &a) { return {out(std::get<0>(a)), std::get<1>(a), std::get<2>(a)}; }
+
+// Tiles are [count][6] int64, see tiles.h.
+void attention_tiles(const RowsArguments &q, const RowsArguments &k, const RowsArguments &v,
+                     const RowsArguments &y, const RowsArguments &lse, uintptr_t tiles,
+                     int64_t count, int64_t fresh, int64_t heads, int64_t kv_heads, int64_t width,
+                     int64_t value_width, float scale, int threads) {
+    const py::gil_scoped_release release;
+    tiles_forward(rows(q), rows(k), rows(v), rows(y), rows(lse),
+                  reinterpret_cast<const Tile *>(tiles), count, fresh,
+                  {heads, kv_heads, width, value_width, scale}, threads);
+}
+
+void attention_tiles_gradients(const RowsArguments &grad, const RowsArguments &q,
+                               const RowsArguments &k, const RowsArguments &v,
+                               const RowsArguments &y, const RowsArguments &lse,
+                               const RowsArguments &dq, const RowsArguments &dk,
+                               const RowsArguments &dv, uintptr_t tiles, int64_t count,
+                               int64_t heads, int64_t kv_heads, int64_t width,
+                               int64_t value_width, float scale, int threads) {
+    const py::gil_scoped_release release;
+    tiles_backward(rows(grad), rows(q), rows(k), rows(v), rows(y), rows(lse), rows(dq), rows(dk),
+                   rows(dv), reinterpret_cast<const Tile *>(tiles), count,
+                   {heads, kv_heads, width, value_width, scale}, threads);
+}
+
 } // namespace
 } // namespace cpu_ops
 
@@ -158,6 +188,8 @@ PYBIND11_MODULE(_cpu_ops, m) {
     m.def("has_sgemm", [] { return sgemm() != nullptr; });
     m.def("attention", &attention);
     m.def("attention_backward", &attention_gradients);
+    m.def("attention_tiles", &attention_tiles);
+    m.def("attention_tiles_backward", &attention_tiles_gradients);
     m.def("rms_norm", &rms_norm, free);
     m.def("rms_norm_backward", &rms_norm_backward, free);
     m.def("swiglu", &swiglu, free);

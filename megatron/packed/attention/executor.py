@@ -295,7 +295,7 @@ def _forward_steps(
         following = plan.steps[index + 1] if index + 1 < len(plan.steps) else None
         arriving = exchanges.fetch(following) if following is not None else None
         k, v = kernel.prepare(k, width), kernel.prepare(v, width)
-        kernel.forward(q, k, v, step.calls, scale, out, lse)
+        kernel.forward(q, k, v, step, scale, out, lse)
     return out.to(query.dtype), lse
 
 
@@ -337,7 +337,7 @@ def _backward_steps(
                 late = following
         k, v = kernel.prepare(k, width), kernel.prepare(v, width)
         dk, dv = split_columns(rows, exchanges.shapes)
-        kernel.backward(grad, q, k, v, out, lse, step.calls, scale, dq, dk, dv)
+        kernel.backward(grad, q, k, v, out, lse, step, scale, dq, dk, dv)
         lent = returning
         if index > 0:
             returning = step, exchanges.give_back(step, rows)

@@ -206,6 +206,9 @@ class Tiles:
     bands: Int64
     fresh: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bands", np.ascontiguousarray(self.bands, dtype=np.int64))
+
     @property
     def areas(self) -> Int64:
         """Unmasked pairs of each tile: int64 `[n]`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.packed.attention import executor
 from megatron.packed.attention.communicator import InProcessNetwork
 from megatron.packed.attention.executor import packed_attention
-from megatron.packed.attention.kernels import tiles_portable, tiles_reference
+from megatron.packed.attention.kernels import tiles_cpu, tiles_portable, tiles_reference
 from megatron.packed.attention.plans import build_attention_plan
 from megatron.packed.attention.simulation import simulate_attention
 from megatron.packed.errors import ConfigurationError
@@ -196,6 +196,25 @@ def test_portable_kernel_agrees(name, monkeypatch):
     for window in (None, 20):
         case = make_case(name, 4, SEGMENTS["long"][0], window=window)
         check(case, heads_of("gqa", 4))
+
+
+@pytest.mark.parametrize("name", [n for n, a in ALGORITHMS.items() if 4 in a.sizes])
+def test_torch_kernel_agrees_where_the_extension_is_missing(name, monkeypatch):
+    monkeypatch.setattr(tiles_cpu, "_native", lambda x: None)
+    for window in (None, 20):
+        case = make_case(name, 4, SEGMENTS["long"][0], window=window)
+        check(case, heads_of("mla", 4))
+
+
+@pytest.mark.parametrize("name", ["p2p", "striped", "dispatch"])
+def test_the_same_bits_for_any_number_of_threads(name):
+    case = make_case(name, 2, [500, 70, 3, 260], window=90 if name == "dispatch" else None)
+    inputs = make_inputs(case, heads_of("gqa", 2), torch.float32)
+    one = run_plans(case, inputs, torch.float32)
+    torch.set_num_threads(3)
+    for _ in range(3):
+        three = run_plans(case, inputs, torch.float32)
+        assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
 
 
 @pytest.mark.parametrize(("name", "cp_size"), CASES)

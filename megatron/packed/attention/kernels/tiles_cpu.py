@@ -1,19 +1,24 @@
-"""Tiles on CPU through torch's flash operator: partial results merged into fp32 (fp64) buffers.
+"""Tiles on CPU: fp32 by our C++ kernel, the rest by torch's flash operator.
 
-What `kernels/cpu.py` says of the operator holds here. Every row of a call sees a key, so that its
-log-sum-exp is finite (for a row that sees none the operator answers 0 instead of -inf).
+Partial results are merged into fp32 (fp64) buffers. The C++ kernel goes on from what the buffers
+hold; the operator's results are merged afterwards. What `kernels/cpu.py` says of the operator
+holds here, and every row of a call sees a key, so that its log-sum-exp is finite (for a row that
+sees none the operator answers 0 instead of -inf).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.packed.accelerator import cpu_ops
 from megatron.packed.attention.kernels.merge import merge_
+from megatron.packed.attention.plans.plan import Step
 from megatron.packed.attention.tile_calls import TileCall
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -21,15 +26,15 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def prepare(x: Tensor, width: int) -> Tensor:
-    """Rows in the form that calls read: fp32 or fp64, `width` wide, last dimension contiguous.
+    """Rows in the form that kernels read: fp32 or fp64, last dimension contiguous.
 
     Args:
         x: `[rows, heads, d]`.
-        width: the one width that the operator needs for queries, keys and values.
+        width: the one width that torch's operator needs for queries, keys and values.
     """
     if x.dtype not in (torch.float32, torch.float64):
         x = x.float()
-    if x.shape[2] < width:
+    if x.shape[2] < width and _native(x) is None:
         # Zero columns add nothing to q.k and give output columns that are dropped again.
         x = F.pad(x, (0, width - x.shape[2]))
     return x if x.stride(2) == 1 else x.contiguous()
@@ -39,23 +44,35 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    calls: tuple[TileCall, ...],
+    step: Step,
     softmax_scale: float,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Attend to the keys of all calls and merge into `out` and `lse`, in place.
+    """Attend to the keys of a step's tiles and merge into `out` and `lse`, in place.
 
     Args:
-        q: `[rows, heads, width]`, prepared.
-        k: `[key rows, kv_heads, width]`, prepared.
-        v: `[key rows, kv_heads, width]`, prepared.
-        calls: what to compute.
+        q: `[rows, heads, d]`, prepared.
+        k: `[key rows, kv_heads, d]`, prepared.
+        v: `[key rows, kv_heads, dv]`, prepared.
+        step: what to compute.
         softmax_scale: factor of the scores.
         out: `[rows, heads, dv]` in the dtype of `q`.
-        lse: `[rows, heads]` in the dtype of `q`.
+        lse: `[rows, heads]` in the dtype of `q`; -inf in rows that have seen nothing.
     """
-    for call in calls:
+    native = _native(q)
+    if native is not None:
+        streams = (_rows(x) for x in (q, k, v, out, lse))
+        native.attention_tiles(
+            *streams,
+            *_table(step),
+            step.tiles.fresh,
+            *_shape(q, k, v),
+            softmax_scale,
+            cpu_ops.threads(),
+        )
+        return
+    for call in step.calls:
         o, more = _flash_forward(
             _queries(q, call),
             _keys(k, call),
@@ -80,26 +97,33 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    calls: tuple[TileCall, ...],
+    step: Step,
     softmax_scale: float,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Add the gradients of all calls, in place.
+    """Add the gradients of a step's tiles, in place.
 
     Args:
-        grad: `[rows, heads, width]`, gradient of the merged output, prepared.
+        grad: `[rows, heads, dv]`, gradient of the merged output, prepared.
         q, k, v: as in `forward`.
-        out: `[rows, heads, width]`, the merged output, prepared.
+        out: `[rows, heads, dv]`, the merged output, prepared.
         lse: `[rows, heads]`, the merged log-sum-exp.
-        calls: what to compute.
+        step: what to compute.
         softmax_scale: factor of the scores.
         dq: `[rows, heads, d]`.
-        dk: `[key rows, kv_heads, d]`.
-        dv: `[key rows, kv_heads, dv]`.
+        dk: `[key rows, kv_heads, d]`; zeros before the first step that touches these rows.
+        dv: `[key rows, kv_heads, dv]`; as `dk`.
     """
-    for call in calls:
+    native = _native(q)
+    if native is not None:
+        streams = (_rows(x) for x in (grad, q, k, v, out, lse, dq, dk, dv))
+        native.attention_tiles_backward(
+            *streams, *_table(step), *_shape(q, k, v), softmax_scale, cpu_ops.threads()
+        )
+        return
+    for call in step.calls:
         pieces = _flash_backward(
             _queries(grad, call),
             _queries(q, call),
@@ -120,6 +144,24 @@ def backward(
             for index in range(call.repeat):  # rows overlap: one after the other
                 one = replace(call, k_start=call.k_start + index * call.k_stride, repeat=1)
                 _accumulate(_keys(whole, one), piece[index : index + 1], False)
+
+
+def _native(x: Tensor) -> ModuleType | None:
+    native = cpu_ops.suitable(x)
+    return native if native is not None and native.has_sgemm() else None
+
+
+def _rows(x: Tensor) -> tuple[int, int, int]:
+    return (x.data_ptr(), *x.stride()[:2])
+
+
+def _table(step: Step) -> tuple[int, int]:
+    bands = step.tiles.bands
+    return bands.ctypes.data, len(bands)
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    return q.shape[1], k.shape[1], q.shape[2], v.shape[2]
 
 
 def _accumulate(whole: Tensor, piece: Tensor, fresh: bool) -> None:

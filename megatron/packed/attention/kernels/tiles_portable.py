@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.packed.attention.kernels.merge import merge_
+from megatron.packed.attention.plans.plan import Step
 from megatron.packed.attention.tile_calls import TileCall
 
 # Scores formed at once; 64 MiB of fp32.
@@ -28,13 +29,13 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    calls: tuple[TileCall, ...],
+    step: Step,
     softmax_scale: float,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Attend to the keys of all calls and merge into `out` and `lse`, in place."""
-    for call, rows, keys, hidden in _blocks(calls, q):
+    """Attend to the keys of a step's tiles and merge into `out` and `lse`, in place."""
+    for call, rows, keys, hidden in _blocks(step.calls, q):
         query, key, value = _grouped(q[rows], k), k[keys], v[keys]
         scores = torch.einsum("qhgd,khd->hgqk", query, key) * softmax_scale
         if hidden is not None:
@@ -56,14 +57,14 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    calls: tuple[TileCall, ...],
+    step: Step,
     softmax_scale: float,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Add the gradients of all calls, in place."""
-    for _, rows, keys, hidden in _blocks(calls, q):
+    """Add the gradients of a step's tiles, in place."""
+    for _, rows, keys, hidden in _blocks(step.calls, q):
         query, upstream, result = (_grouped(x[rows], k) for x in (q, grad, out))
         key, value = k[keys], v[keys]
         scores = torch.einsum("qhgd,khd->hgqk", query, key) * softmax_scale
