@@ -48,6 +48,26 @@ class SequentialOrder:
         return list(range(start, stop))
 
 
+@dataclass(frozen=True)
+class RepeatedOrder:
+    """Every sample in order, again and again: what evaluation reads, however often it runs.
+
+    Args:
+        total_samples: samples of the dataset.
+    """
+
+    total_samples: int
+
+    @property
+    def limit(self) -> int | None:
+        """No end."""
+        return None
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        """Sample indices at positions `[start, stop)`."""
+        return [place % self.total_samples for place in range(start, stop)]
+
+
 class ShuffledOrder:
     """Epoch after epoch without end, each shuffled anew (`--dataloader-type cyclic`).
 
@@ -174,7 +194,7 @@ def build_sampler(
     """Build the sampler that `--dataloader-type` names.
 
     Args:
-        dataloader_type: "single" or "cyclic".
+        dataloader_type: "single" or "cyclic"; "repeated" for evaluation.
         total_samples: samples of the dataset.
         seed: `--seed`; read by "cyclic" alone, "single" datasets are shuffled when built.
         consumed_samples: positions already trained on, over all ranks.
@@ -196,6 +216,8 @@ def build_sampler(
     match dataloader_type:
         case "single":
             order = SequentialOrder(total_samples)
+        case "repeated":
+            order = RepeatedOrder(total_samples)
         case "cyclic":
             order = ShuffledOrder(total_samples, seed)
         case _:

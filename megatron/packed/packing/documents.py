@@ -253,11 +253,12 @@ class DocumentStream:
         return {
             "documents": len(self.lengths),
             "tokens": int(self.lengths.sum()),
-            "checksum of lengths and order": self._checksum,
             "capacity": self.capacity,
             "seed": self.seed,
             "overlong": self.overlong,
             "lookahead": self.lookahead,
+            # Last: where a setting differs, that is the message.
+            "checksum of lengths and order": self._checksum,
         }
 
     @cached_property

@@ -58,7 +58,7 @@ def build_splits(
     """
     datasets: Datasets = build_datasets(config, tokenizer, sample_counts(config))
 
-    def batches(split: str, dataloader_type: str = "single") -> MicroBatchIterator | None:
+    def batches(split: str, dataloader_type: str = "repeated") -> MicroBatchIterator | None:
         dataset = getattr(datasets, split)
         if dataset is None:
             return None
