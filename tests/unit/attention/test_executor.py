@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.packed.attention import executor
-from megatron.packed.attention.communicator import InProcessNetwork
+from megatron.packed.attention.communicator import InProcessCommunicator, InProcessNetwork
 from megatron.packed.attention.executor import packed_attention
 from megatron.packed.attention.kernels import tiles_cpu, tiles_portable, tiles_reference
 from megatron.packed.attention.plans import build_attention_plan
@@ -276,6 +277,40 @@ def test_saved_memory_is_linear_in_local_tokens():
     out, saved = results[0]
     assert sum(x.numel() for x in saved) == 512 * (2 * 4 * 8 + 2 * 2 * 8 + 4)
     assert out.shape == (512, 4, 8)
+
+
+class CountingCommunicator(InProcessCommunicator):
+    """Remembers how many buffers of received keys exist at the same time."""
+
+    def __init__(self, network, rank):
+        super().__init__(network, rank)
+        self.buffers, self.most = [], 0
+
+    def exchange(self, sends, receives, label):
+        if label.channel == "keys" and receives:
+            self.buffers.append(weakref.ref(receives[0][1].untyped_storage()))
+            self.most = max(self.most, sum(x() is not None for x in self.buffers))
+        return super().exchange(sends, receives, label)
+
+
+def test_two_buffers_of_keys_at_most():
+    case = make_case("p2p", 8, [512, 64])
+    network = InProcessNetwork(8)
+    ends = [CountingCommunicator(network, rank) for rank in range(8)]
+    assert all(step.rows_received <= plan.rows for plan in case.plans for step in plan.steps)
+    q, k, v = (torch.randn(case.plans[0].rows, n, 8) for n in (4, 2, 2))
+    tasks = [
+        executor.forward_task(plan, end, q, k, v, 1.0)
+        for plan, end in zip(case.plans, ends, strict=True)
+    ]
+    results = network.drive(tasks)
+    tasks = [
+        executor.backward_task(plan, end, out, saved, 1.0, 2)
+        for plan, end, (out, saved) in zip(case.plans, ends, results, strict=True)
+    ]
+    network.drive(tasks)
+    assert [len(end.buffers) for end in ends] == [14] * 8
+    assert [end.most for end in ends] == [2] * 8
 
 
 def tensors(plan, heads=4, kv_heads=2, width=8, value_width=8):
