@@ -7,6 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 DEMO=${DEMO:-demo}
+# torchrun warns without it; --threads sets what a process really uses.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 DISTRIBUTED_ARGS=(
     --standalone

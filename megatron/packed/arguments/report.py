@@ -11,7 +11,7 @@ from megatron.packed.arguments.validation import show
 def config_report(config: Config) -> str:
     """Return aligned lines `group  field  value  from` of every value that isn't a default.
 
-    Kernel choices that nobody made are left out, and the process's place is always in.
+    Kernel choices that nobody made are left out, and so is this process's place among the others.
 
     Args:
         config: Parsed or validated.
@@ -20,9 +20,9 @@ def config_report(config: Config) -> str:
     for dest, spec in all_specs().items():
         value = config.get(dest)
         source = config.sources.get(dest, DEFAULT)
-        if spec.group == "kernels" and not config.is_given(dest):
+        if spec.environment or (spec.group == "kernels" and not config.is_given(dest)):
             continue
-        if spec.environment or (value != spec.default and value is not None):
+        if value != spec.default and value is not None:
             rows.append((spec.group, dest, show(value), source))
     return _align(("group", "field", "value", "from"), rows)
 
