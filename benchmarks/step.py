@@ -47,23 +47,32 @@ class Contender:
 
     Attributes:
         name: row of the table.
-        step: trains once and returns the real tokens trained.
+        step: trains once and returns the real tokens trained, and of packs the sum of squared
+            lengths.
         rates: tokens per second, one entry a turn.
         seconds: step times.
+        counts: what each turn trained.
     """
 
     name: str
-    step: Callable[[], int]
+    step: Callable[[], tuple[int, int]]
     rates: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    counts: list[tuple[int, int]] = field(default_factory=list)
 
     def turn(self) -> None:
         """Time one step."""
         start = time.perf_counter()
-        tokens = self.step()
+        count = self.step()
         elapsed = time.perf_counter() - start
-        self.rates.append(tokens / elapsed)
+        self.rates.append(count[0] / elapsed)
         self.seconds.append(elapsed)
+        self.counts.append(count)
+
+    def forget(self) -> None:
+        """Drop the turns so far."""
+        for turns in (self.rates, self.seconds, self.counts):
+            turns.clear()
 
 
 @dataclass(frozen=True)
@@ -113,21 +122,22 @@ def recut_corpus(folder: Path) -> Corpus:
 
 
 class CountingSource:
-    """A batch source that remembers how many real tokens its last batch held."""
+    """A batch source that remembers what its last batch held."""
 
     def __init__(self, source: Any) -> None:
         self.source, self.environment = source, source.environment
         self.block_diagonal, self.loader = source.block_diagonal, source.loader
-        self.real_tokens = 0
+        self.count = (0, 0)
 
     def read(self) -> Any:
         """Read on."""
         batch = self.source.read()
-        self.real_tokens = getattr(batch, "statistics", batch).real_tokens
+        counts = getattr(batch, "statistics", batch)
+        self.count = counts.real_tokens, getattr(counts, "sum_squared_lengths", 0)
         return batch
 
 
-def packed_loop(corpus: Corpus, environment: Any) -> Callable[[], int]:
+def packed_loop(corpus: Corpus, environment: Any) -> Callable[[], tuple[int, int]]:
     """Our training loop: data loader, packing, step, report lines."""
     from megatron.packed.training import setup
 
@@ -135,10 +145,10 @@ def packed_loop(corpus: Corpus, environment: Any) -> Callable[[], int]:
     source = CountingSource(trainer.splits.train.source)
     trainer.splits.train.source = source
 
-    def step() -> int:
+    def step() -> tuple[int, int]:
         with contextlib.redirect_stdout(io.StringIO()):
             trainer._train_one()
-        return source.real_tokens
+        return source.count
 
     return step
 
@@ -151,7 +161,7 @@ def _build_step(config: Config, environment: Any) -> tuple[Any, Any]:
     return setup.build_step(config, environment, tokenizer), tokenizer
 
 
-def bare_core(corpus: Corpus, environment: Any) -> Callable[[], int]:
+def bare_core(corpus: Corpus, environment: Any) -> Callable[[], tuple[int, int]]:
     """megatron-core's forward-backward and optimizer on packs made beforehand; no loop of ours."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -180,7 +190,7 @@ def bare_core(corpus: Corpus, environment: Any) -> Callable[[], int]:
 
         return losses, loss
 
-    def step() -> int:
+    def step() -> tuple[int, int]:
         batch = ready[next(turn)]
         train_step.model[0].zero_grad_buffer()
         train_step.optimizer.zero_grad()
@@ -194,7 +204,7 @@ def bare_core(corpus: Corpus, environment: Any) -> Callable[[], int]:
             forward_only=False,
         )
         train_step.optimizer.step()
-        return batch.statistics.real_tokens
+        return batch.statistics.real_tokens, batch.statistics.sum_squared_lengths
 
     return step
 
@@ -217,7 +227,7 @@ def padded_documents(corpus: Corpus, tokenizer: Any) -> Iterator[list[dict[str, 
                 rows = []
 
 
-def padded_rows(corpus: Corpus, environment: Any) -> Callable[[], int]:
+def padded_rows(corpus: Corpus, environment: Any) -> Callable[[], tuple[int, int]]:
     """Our BSHD path: one document a row, padded to the sequence length."""
     from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
 
@@ -228,9 +238,9 @@ def padded_rows(corpus: Corpus, environment: Any) -> Callable[[], int]:
     source = CountingSource(BatchSource(loader, environment, block_diagonal=False))
     batches = MicroBatchIterator(source)  # type: ignore[arg-type]
 
-    def step() -> int:
+    def step() -> tuple[int, int]:
         train_step(batches, num_microbatches=1, global_batch_size=ROWS_PER_PADDED_BATCH)
-        return source.real_tokens
+        return source.count
 
     return step
 
@@ -263,7 +273,7 @@ def _llama_update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **ba
     optimizer.step()
 
 
-def llama_padded(corpus: Corpus, tokenizer: Any) -> Callable[[], int]:
+def llama_padded(corpus: Corpus, tokenizer: Any) -> Callable[[], tuple[int, int]]:
     """Hugging Face Llama on padded batches, each padded to its longest document only.
 
     Padding is on the right, so causal attention needs no mask: the fastest path that library has.
@@ -271,7 +281,7 @@ def llama_padded(corpus: Corpus, tokenizer: Any) -> Callable[[], int]:
     model, optimizer = _llama(tokenizer.vocab_size)
     documents = padded_documents(corpus, tokenizer)
 
-    def step() -> int:
+    def step() -> tuple[int, int]:
         rows = next(documents)
         lengths = torch.tensor([min(row["length"], SEQUENCE) for row in rows])
         longest = int(lengths.max())
@@ -279,12 +289,12 @@ def llama_padded(corpus: Corpus, tokenizer: Any) -> Callable[[], int]:
         mask = torch.arange(longest)[None, :] < lengths[:, None]
         labels = torch.where(mask, ids, -100)
         _llama_update(model, optimizer, input_ids=ids, labels=labels)
-        return int(lengths.sum())
+        return int(lengths.sum()), 0
 
     return step
 
 
-def llama_packed(corpus: Corpus, environment: Any, tokenizer: Any) -> Callable[[], int]:
+def llama_packed(corpus: Corpus, environment: Any, tokenizer: Any) -> Callable[[], tuple[int, int]]:
     """Hugging Face Llama on our packs, with the block-diagonal mask that its SDPA path takes."""
     from megatron.packed.training.data import build_splits
     from megatron.packed.training.loop import Progress
@@ -293,7 +303,7 @@ def llama_packed(corpus: Corpus, environment: Any, tokenizer: Any) -> Callable[[
     config = corpus.config("--use-packed-sequence")
     batches = build_splits(config, environment, tokenizer, Progress()).train
 
-    def step() -> int:
+    def step() -> tuple[int, int]:
         batch = next(batches)
         boundaries = batch.packed_seq_params.cu_seqlens_q.long()
         document = torch.bucketize(torch.arange(SEQUENCE), boundaries[1:], right=True)
@@ -309,7 +319,7 @@ def llama_packed(corpus: Corpus, environment: Any, tokenizer: Any) -> Callable[[
             labels=labels,
             shift_labels=labels,
         )
-        return batch.statistics.real_tokens
+        return batch.statistics.real_tokens, batch.statistics.sum_squared_lengths
 
     return step
 
@@ -340,7 +350,7 @@ def build_contenders(corpus: Corpus, environment: Any) -> list[Contender]:
     return contenders
 
 
-def print_table(contenders: list[Contender], peak: float, flops_per_token: float) -> None:
+def print_table(contenders: list[Contender], peak: float, flops: Any) -> None:
     """Print medians and ratios to the first contender."""
     first = contenders[0]
     print(f"\n{'contender':42} {'tokens/s':>9} {'min':>7} {'max':>7} {'s/step':>7} {'ours is':>8}")
@@ -351,7 +361,10 @@ def print_table(contenders: list[Contender], peak: float, flops_per_token: float
             f"{each.name:42} {rate:9.0f} {min(each.rates):7.0f} {max(each.rates):7.0f} "
             f"{statistics.median(each.seconds):7.2f} {statistics.median(pairs):7.2f}x"
         )
-    reached = statistics.median(first.rates) * flops_per_token
+    reached = statistics.median(
+        flops.count(*count) / seconds
+        for count, seconds in zip(first.counts, first.seconds, strict=True)
+    )
     print(
         f"\nGEMM peak {peak / 1e9:.0f} GFLOP/s (fp32, {torch.get_num_threads()} threads, median "
         f"of 2048^3 products between turns); packed step {reached / 1e9:.0f} GFLOP/s: "
@@ -370,16 +383,14 @@ def run(corpus: Corpus, environment: Any, turns: int) -> None:
     for turn in range(turns + 1):
         if turn == 1:  # The first turn warmed up.
             for each in contenders:
-                each.rates.clear()
-                each.seconds.clear()
+                each.forget()
             peaks.clear()
         for each in contenders:
             each.turn()
         peaks.append(measure_gemm_peak(torch.device("cpu"), torch.float32, size=2048, repeats=3))
     flops = FlopsCounter.from_config(corpus.config("").model, 8192)
-    per_token = flops.per_token + flops.per_pair * mean_pairs_per_token(corpus)
     print(f"\n{corpus.prefix.name}, {turns} turns")
-    print_table(contenders, statistics.median(peaks), per_token)
+    print_table(contenders, statistics.median(peaks), flops)
     destroy_num_microbatches_calculator()
 
 
@@ -396,18 +407,6 @@ def main() -> None:
     environment = environments.start(files.config("--use-packed-sequence"))
     for corpus in (files, recut_corpus(arguments.data)):
         run(corpus, environment, arguments.turns)
-
-
-def mean_pairs_per_token(corpus: Corpus) -> float:
-    """Attended pairs per token of the corpus cut into rows at document ends."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(str(corpus.prefix))
-    lengths = dataset.sequence_lengths.astype(np.int64)
-    ends = np.cumsum(lengths)
-    cuts = np.union1d(ends, np.arange(SEQUENCE, ends[-1], SEQUENCE))
-    pieces = np.diff(cuts, prepend=0)
-    return float((pieces * (pieces + 1) // 2).sum() / ends[-1])
 
 
 if __name__ == "__main__":
