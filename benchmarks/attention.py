@@ -293,13 +293,13 @@ def two_ranks(quick: bool) -> None:
         again = best_of({"one": lambda p=single, x=leaves, g=grad: attend(p, x, g)}, turns)["one"]
         best = min(alone, again)
         print(f"{tokens} tokens, {len(lengths)} documents: one process {best * 1e3:.0f} ms")
-        print(f"  {'plan':12}{'ratio':>7}{'areas':>24}{'kv bytes sent':>22}{'overlap':>9}")
+        print(f"  {'plan':12}{'ratio':>7}{'areas':>24}{'bytes sent':>22}{'overlap':>9}")
         for kind in KINDS:
             total = max(results[rank][kind][0] for rank in range(2))
             waited = sum(results[rank][kind][1] for rank in range(2))
             exchange = sum(results[rank][kind][2] for rank in range(2))
             areas = " ".join(f"{plan.area:,}" for plan in plans[kind])
-            sent = " ".join(f"{p.kv_bytes_sent(HEADS, WIDTH, WIDTH, 4):,}" for p in plans[kind])
+            sent = " ".join(f"{p.bytes_sent(HEADS, HEADS, WIDTH, WIDTH, 4):,}" for p in plans[kind])
             overlap = max(1 - waited / exchange, 0.0) if exchange else 0.0
             print(f"  {kind:12}{best / total:7.2f}{areas:>24}{sent:>22}{overlap:9.0%}")
 

@@ -230,7 +230,20 @@ def test_the_same_bits_every_time_whatever_the_padding_holds(name, cp_size):
             assert torch.equal(a, b)
 
 
-def test_bytes_on_the_wire_are_those_of_the_plan():
+@pytest.mark.parametrize(("name", "cp_size"), CASES)
+def test_bytes_on_the_wire_are_those_of_the_plan(name, cp_size):
+    case = make_case(name, cp_size, [60, 25, 14])
+    heads = heads_of("mla", cp_size)
+    widths = heads.heads, heads.kv_heads, heads.width, heads.value_width
+    inputs = make_inputs(case, heads, torch.float32)
+    index = [torch.from_numpy(case.partition.indices(rank)) for rank in range(cp_size)]
+    network = InProcessNetwork(cp_size)
+    whole = (inputs.query, inputs.key, inputs.value)
+    simulate_attention(*([x[i].float() for i in index] for x in whole), case.plans, network=network)
+    assert network.bytes_sent == [plan.bytes_sent(*widths, 4) for plan in case.plans]
+
+
+def test_backward_fetches_again_and_returns_gradients():
     case = make_case("p2p", 3, [60, 25, 14], extra_alignment=6)
     inputs = make_inputs(case, Heads(4, 2, 12, 8), torch.float32)
     index = [torch.from_numpy(case.partition.indices(rank)) for rank in range(3)]

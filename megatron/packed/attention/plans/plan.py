@@ -180,6 +180,27 @@ class AttentionPlan:
         """
         return self.rows_sent * kv_heads * (key_width + value_width) * element_size
 
+    def bytes_sent(
+        self, heads: int, kv_heads: int, key_width: int, value_width: int, element_size: int
+    ) -> int:
+        """All bytes that this rank sends in forward, head exchanges included.
+
+        Args:
+            heads: query heads of one tensor-parallel rank.
+            kv_heads: key-value heads of one tensor-parallel rank.
+            key_width: width of a key head.
+            value_width: width of a value head.
+            element_size: bytes of one number.
+        """
+        exchange = self.head_exchange
+        if exchange is None:
+            return self.kv_bytes_sent(kv_heads, key_width, value_width, element_size)
+        mine, mine_kv = heads // exchange.size, max(kv_heads // exchange.size, 1)
+        width = key_width + value_width  # queries go in, outputs come back
+        rows = (exchange.size - 1) * exchange.member_rows
+        swapped = rows * (mine + mine_kv) * width * element_size
+        return swapped + self.kv_bytes_sent(mine_kv, key_width, value_width, element_size)
+
 
 @dataclass(frozen=True)
 class PlanReport:
