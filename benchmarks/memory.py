@@ -70,9 +70,9 @@ def main() -> None:
     if arguments.one:
         print(*measure(*arguments.one))
         return
-    print(
-        f"{'tokens':>8} {'segments':>9} {'peak MiB':>9} {'KiB/token':>10} {'s/step':>7} {'growth':>7}"
-    )
+    titles = ("tokens", "segments", "peak MiB", "KiB/token", "s/step", "growth")
+    widths = (8, 9, 9, 10, 7, 7)
+    print(" ".join(title.rjust(width) for title, width in zip(titles, widths, strict=True)))
     for segments_at_64k in (1000, 64):
         previous = None
         for tokens in (8192, 16384, 32768, 65536):

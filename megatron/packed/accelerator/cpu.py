@@ -172,7 +172,7 @@ def _install_tensors() -> None:
     native_to = torch.Tensor.to
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and (isinstance(args[0], str) or isinstance(args[0], torch.device)):
+        if args and (isinstance(args[0], (str, torch.device))):
             if _is_cuda(args[0]):
                 args = (_CPU, *args[1:])
         elif _is_cuda(kwargs.get("device")):

@@ -37,9 +37,7 @@ class Accelerator:
         return f"CPU, {torch.get_num_threads()} thread(s) per process, {self.backend}"
 
 
-def select_accelerator(
-    requested: str, local_rank: int = 0, backend: str = "nccl"
-) -> Accelerator:
+def select_accelerator(requested: str, local_rank: int = 0, backend: str = "nccl") -> Accelerator:
     """Pick the accelerator and prepare this process for it.
 
     Must run before the first megatron-core module is imported: on a CPU it installs the
@@ -63,9 +61,7 @@ def select_accelerator(
         case "cuda" | "cpu":
             name = requested
         case _:
-            raise ConfigurationError(
-                f"--accelerator {requested}: must be one of auto, cuda, cpu"
-            )
+            raise ConfigurationError(f"--accelerator {requested}: must be one of auto, cuda, cpu")
     if name == "cpu":
         cpu.install()
         return Accelerator("cpu", torch.device("cpu"), "gloo")

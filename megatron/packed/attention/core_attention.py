@@ -65,10 +65,9 @@ class PackedCoreAttention(MegatronModule):
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_supported(config, attn_mask_type, attention_type, dropout, unused)
         width = k_channels or config.kv_channels
-        scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
-        if config.apply_query_key_layer_scaling:
-            scale /= self.layer_number
-        self.softmax_scale = scale
+        # config.apply_query_key_layer_scaling divides by the layer number here and multiplies by
+        # it inside the softmax, against fp16 overflow: in fp32 the two cancel.
+        self.softmax_scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
 
     def forward(
         self,
@@ -108,28 +107,29 @@ class PackedCoreAttention(MegatronModule):
             raise ValueError(f"attn_mask_type {attn_mask_type} is not supported: only causal")
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             layout = _layout_of_pack(packed_seq_params, query.shape[0])
-            streams = [x.unsqueeze(0) for x in (query, key, value)]
-            out = select_kernel(query)(*streams, layout, self.softmax_scale)
+            q, k, v = (x.unsqueeze(0) for x in (query, key, value))
+            out = select_kernel(query)(q, k, v, layout, self.softmax_scale)
             return out.flatten(2).squeeze(0)
         sequence, rows = query.shape[:2]
         boundaries = None if attention_mask is None else _boundaries_of_rows(attention_mask)
         layout = row_layout(rows, sequence, boundaries)
-        streams = [x.transpose(0, 1) for x in (query, key, value)]
-        out = select_kernel(query)(*streams, layout, self.softmax_scale)
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        out = select_kernel(query)(q, k, v, layout, self.softmax_scale)
         return out.flatten(2).transpose(0, 1)
 
 
 def _layout_of_pack(params: PackedSeqParams, total_tokens: int) -> SegmentLayout:
-    real = _host_integers(params, "cu_seqlens_q")
+    real = _host_integers(params, "cu_seqlens_host", params.cu_seqlens_q)
     if params.cu_seqlens_q_padded is None:
         return packed_layout(real, real, total_tokens)
-    return packed_layout(real, _host_integers(params, "cu_seqlens_q_padded"), total_tokens)
+    padded = _host_integers(params, "cu_seqlens_padded_host", params.cu_seqlens_q_padded)
+    return packed_layout(real, padded, total_tokens)
 
 
-def _host_integers(params: PackedSeqParams, name: str) -> tuple[int, ...]:
+def _host_integers(params: PackedSeqParams, name: str, boundaries: Tensor) -> tuple[int, ...]:
     """Boundaries as Python integers: the host copy where the parameters keep one, else a read."""
-    host = getattr(params, f"{name}_host", None)
-    return tuple(getattr(params, name).tolist()) if host is None else tuple(host)
+    host = getattr(params, name, None)
+    return tuple((boundaries if host is None else host).tolist())
 
 
 def _boundaries_of_rows(attention_mask: Tensor) -> tuple[int, ...]:

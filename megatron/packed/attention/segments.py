@@ -179,9 +179,7 @@ def row_layout(rows: int, row_length: int, boundaries: tuple[int, ...] | None) -
     """
     if boundaries is None:
         starts: Iterable[int] = range(0, rows * row_length, row_length)
-        return build_segment_layout(
-            starts, [row_length] * rows, rows=rows, row_length=row_length
-        )
+        return build_segment_layout(starts, [row_length] * rows, rows=rows, row_length=row_length)
     if not boundaries or boundaries[0] != 0 or boundaries[-1] != rows * row_length:
         raise ValueError(
             f"segment boundaries {list(boundaries[:4])}... must run from 0 to {rows * row_length} "

@@ -161,9 +161,7 @@ def _log_sum_exp(rows: Tensor, real: int) -> Tensor:
     return lse
 
 
-def _combine(
-    lse: Tensor, predicted: Tensor, tp_group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
+def _combine(lse: Tensor, predicted: Tensor, tp_group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Global log-sum-exp and label logit from every rank's share, in two small all-reduces."""
     top = lse.clone()
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp_group)

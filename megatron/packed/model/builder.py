@@ -134,5 +134,3 @@ def build_model(
         padded_vocab_size=padded_vocab_size,
     )
     return wrap_for_training(config, transformer_config, model), transformer_config
-
-

@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron.packed.errors import ConfigurationError
 from megatron.packed.accelerator import cpu_ops
+from megatron.packed.errors import ConfigurationError
 
 _PARTIAL_SUMS = 64
 
@@ -48,9 +48,7 @@ class _Norm(Module):
         self.weight = self._parameter(0.0 if self.zero_centered_gamma else 1.0)
 
     def _parameter(self, value: float) -> Parameter:
-        parameter = Parameter(
-            torch.full(self.hidden_size, value, dtype=self.config.params_dtype)
-        )
+        parameter = Parameter(torch.full(self.hidden_size, value, dtype=self.config.params_dtype))
         parameter.sequence_parallel = self.sequence_parallel
         return parameter
 

@@ -36,6 +36,7 @@ class PositionIndexedRotaryEmbedding(RotaryEmbedding):
     Frequencies (base, percent, interpolation, Llama-3 scaling) are upstream's own.
     """
 
+    inv_freq: Tensor
     _position_ids: Tensor | None = None
 
     @contextmanager
@@ -175,9 +176,7 @@ def _as_tokens(t: Tensor) -> Tensor:
     return tokens if tokens.stride(2) == 1 else tokens.contiguous()
 
 
-def _rotate_with_torch(
-    t: Tensor, out: Tensor, freqs: Tensor, interleaved: bool, sign: int
-) -> None:
+def _rotate_with_torch(t: Tensor, out: Tensor, freqs: Tensor, interleaved: bool, sign: int) -> None:
     """Four passes into ``out``, no concatenation."""
     cos, sin = freqs.to(t.dtype).unbind(dim=2)
     if t.dim() == 3:

@@ -105,9 +105,7 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
     """
     writers = open_writers(config, environment.rank)
     tokenizer = build_tokenizer(config.data)
-    print_rank_0(
-        f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab(config, tokenizer)}"
-    )
+    print_rank_0(f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab(config, tokenizer)}")
     start_microbatch_calculator(config)
     progress = Progress()
     splits = build_splits(config, environment, tokenizer, progress)

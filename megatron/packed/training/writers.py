@@ -98,9 +98,7 @@ def open_writers(config: Config, rank: int) -> ScalarWriters:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            writer = SummaryWriter(
-                log_dir=folder, max_queue=config.logging.tensorboard_queue_size
-            )
+            writer = SummaryWriter(log_dir=folder, max_queue=config.logging.tensorboard_queue_size)
         except OSError as error:
             raise DataError(
                 f"--tensorboard-dir {folder}: can't be written ({error.strerror}); choose another "

@@ -10,8 +10,13 @@ from megatron.packed.attention.kernels import cpu, portable, reference
 from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 2e-6}
-HEADS = {"mha": (4, 4, 16, 16), "gqa": (6, 2, 16, 16), "mqa": (4, 1, 8, 8), "mla": (2, 2, 24, 16),
-         "wide_value": (2, 1, 8, 20)}
+HEADS = {
+    "mha": (4, 4, 16, 16),
+    "gqa": (6, 2, 16, 16),
+    "mqa": (4, 1, 8, 8),
+    "mla": (2, 2, 24, 16),
+    "wide_value": (2, 1, 8, 20),
+}
 
 
 def cumulative(lengths: list[int]) -> tuple[int, ...]:

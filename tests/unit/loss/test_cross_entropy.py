@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
+from megatron.packed.accelerator import cpu_ops
 from megatron.packed.loss import cross_entropy
 from megatron.packed.loss.cross_entropy import vocab_parallel_cross_entropy
-from megatron.packed.accelerator import cpu_ops
 
 SEQUENCE, BATCH, VOCABULARY, REAL = 7, 3, 40, 37
 

@@ -94,10 +94,10 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         query, key, value, out, lse = ctx.saved_tensors
-        tensors = [_computable(x) for x in (grad_out, query, key, value, out)]
-        native = _native(tensors[0])
+        grad, q, k, v, o = (_computable(x) for x in (grad_out, query, key, value, out))
+        native = _native(grad)
         compute = _backward_with_torch if native is None else partial(_backward_native, native)
-        grads = compute(*tensors, lse, ctx.layout, ctx.softmax_scale)
+        grads = compute(grad, q, k, v, o, lse, ctx.layout, ctx.softmax_scale)
         return (*(g.to(query.dtype) for g in grads), None, None)
 
 
