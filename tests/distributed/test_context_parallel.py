@@ -90,6 +90,15 @@ def test_messages_can_be_matched_by_order_alone(worker_pool, name, cp_size):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_ranks_may_skip_different_exchanges(worker_pool):
+    # From test_streams.py: without tags, or one order for all, ranks would hear the wrong message.
+    case = make_case("p2p-zigzag_pack", 5, [20, 12, 8, 12, 3, 1, 2, 8, 12, 8, 1, 1, 8, 1, 1, 8, 40])
+    tagged = worker_pool(5).run(_attend, case, torch.float32)
+    ordered = worker_pool(5).run(_attend_in_order, case)
+    for a, b in zip(tagged, ordered, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def _die(after):
     """End this process at once. A child holds on to the pool's pipe for `after` seconds, so that
     the pool leaves the other ranks alone for that long."""

@@ -225,6 +225,15 @@ def test_balance_and_traffic(name, cp_size, tokens, balance, traffic, lengths):
     assert np.mean([r.kv_share for r in reports]) <= traffic
 
 
+@pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
+def test_shares_of_a_full_ring_are_exact(cp_size):
+    length = [4 * 2 * cp_size]
+    assert report(make_case("p2p", cp_size, length).plans).kv_share == 0.75
+    assert report(make_case("p2p", cp_size, length, mask="full").plans).kv_share == 1.0
+    assert report(make_case("p2p-contiguous", cp_size, length).plans).kv_share == 0.5
+    assert report(make_case("p2p", cp_size, length).plans).balance == 1.0
+
+
 def test_head_exchange_alone_moves_no_keys_and_hierarchy_less_than_a_ring():
     assert report(make_case("a2a", 4, [64, 32]).plans).kv_share == 0
     flat = sum(plan.rows_sent for plan in make_case("p2p", 4, [64, 32]).plans)
