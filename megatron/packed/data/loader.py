@@ -101,6 +101,9 @@ def build_loader(
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
+            # Whatever this process was started by: a forked worker is there in milliseconds and
+            # shares the index with its parent, a spawned one imports torch again.
+            multiprocessing_context="fork" if num_workers > 0 else None,
             worker_init_fn=_quiet_worker,
         )
         return BatchIterator(loader)
