@@ -31,6 +31,7 @@ from megatron.packed.cli import user_errors
 
 SEQUENCE = 4096
 ROWS_PER_PADDED_BATCH = 4
+CONSECUTIVE_STEPS = 8
 
 FLAGS = f"""
     --num-layers 8 --hidden-size 256 --num-attention-heads 4 --position-embedding-type rope
@@ -127,18 +128,20 @@ class CountingSource:
     def __init__(self, source: Any) -> None:
         self.source, self.environment = source, source.environment
         self.block_diagonal, self.loader = source.block_diagonal, source.loader
-        self.count = (0, 0)
+        self.count, self.waited = (0, 0), 0.0
 
     def read(self) -> Any:
         """Read on."""
+        start = time.perf_counter()
         batch = self.source.read()
+        self.waited += time.perf_counter() - start
         counts = getattr(batch, "statistics", batch)
         self.count = counts.real_tokens, getattr(counts, "sum_squared_lengths", 0)
         return batch
 
 
-def packed_loop(corpus: Corpus, environment: Any) -> Callable[[], tuple[int, int]]:
-    """Our training loop: data loader, packing, step, report lines."""
+def packed_loop(corpus: Corpus, environment: Any) -> tuple[Contender, CountingSource]:
+    """Our training loop (loader, packing, step, report lines), and where its data comes from."""
     from megatron.packed.training import setup
 
     trainer = setup.build_trainer(corpus.config("--use-packed-sequence"), environment)
@@ -150,7 +153,16 @@ def packed_loop(corpus: Corpus, environment: Any) -> Callable[[], tuple[int, int
             trainer._train_one()
         return source.count
 
-    return step
+    return Contender("ours, packed, training loop", step), source
+
+
+def print_data_time(loop: Contender, source: CountingSource) -> None:
+    """Print what steps wait for data when they follow each other, with nothing between them."""
+    source.waited, start = 0.0, time.perf_counter()
+    for _ in range(CONSECUTIVE_STEPS):
+        loop.step()
+    share = source.waited / (time.perf_counter() - start)
+    print(f"data time over {CONSECUTIVE_STEPS} consecutive packed steps: {100 * share:.2f} %")
 
 
 def _build_step(config: Config, environment: Any) -> tuple[Any, Any]:
@@ -324,13 +336,14 @@ def llama_packed(corpus: Corpus, environment: Any, tokenizer: Any) -> Callable[[
     return step
 
 
-def build_contenders(corpus: Corpus, environment: Any) -> list[Contender]:
-    """Every contender whose packages are installed."""
+def build_contenders(corpus: Corpus, environment: Any) -> tuple[list[Contender], CountingSource]:
+    """Every contender whose packages are installed, and the data source of the first."""
     from megatron.packed.data.tokenizers import build_tokenizer
 
     tokenizer = build_tokenizer(corpus.config("").data)
     with contextlib.redirect_stdout(io.StringIO()):
-        contenders = [Contender("ours, packed, training loop", packed_loop(corpus, environment))]
+        loop, source = packed_loop(corpus, environment)
+        contenders = [loop]
         contenders.append(
             Contender("bare megatron-core step, same packs", bare_core(corpus, environment))
         )
@@ -347,7 +360,7 @@ def build_contenders(corpus: Corpus, environment: Any) -> list[Contender]:
         contenders.append(Contender("Hugging Face Llama, packed, block mask", packed))
         padded = llama_padded(corpus, tokenizer)
         contenders.append(Contender("Hugging Face Llama, padded batches of 4", padded))
-    return contenders
+    return contenders, source
 
 
 def print_table(contenders: list[Contender], peak: float, flops: Any) -> None:
@@ -378,7 +391,7 @@ def run(corpus: Corpus, environment: Any, turns: int) -> None:
 
     from megatron.packed.training.flops import FlopsCounter, measure_gemm_peak
 
-    contenders = build_contenders(corpus, environment)
+    contenders, source = build_contenders(corpus, environment)
     peaks = []
     for turn in range(turns + 1):
         if turn == 1:  # The first turn warmed up.
@@ -391,6 +404,7 @@ def run(corpus: Corpus, environment: Any, turns: int) -> None:
     flops = FlopsCounter.from_config(corpus.config("").model, 8192)
     print(f"\n{corpus.prefix.name}, {turns} turns")
     print_table(contenders, statistics.median(peaks), flops)
+    print_data_time(contenders[0], source)
     destroy_num_microbatches_calculator()
 
 
