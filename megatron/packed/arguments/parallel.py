@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.packed.arguments.declare import Replaced, derived, flag, from_environment
+from megatron.packed.context_parallel.capabilities import COMMUNICATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,19 @@ class ParallelConfig:
         "Stages that the layers are cut into.", default=1, at_least=1
     )
     context_parallel_size: int = flag("Processes that share each sequence.", default=1, at_least=1)
+    cp_comm_type: tuple[str, ...] | None = flag(
+        "What context-parallel processes exchange, for all layers or one value a layer; by default "
+        "what --attention-backend implies: p2p, a2a for flex, dispatch for magi.",
+        choices=tuple(COMMUNICATIONS),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
+        "For a2a+p2p: processes of a group that shares heads, then number of groups.", at_least=1
+    )
+    magi_attn_chunk_size: int | None = flag(
+        "For dispatch: largest chunk, in tokens, that is handed to one process; by default 16 "
+        "chunks a process.",
+        at_least=1,
+    )
     sequence_parallel: bool = flag(
         "Shard activations along the sequence between tensor-parallel regions.", default=False
     )
@@ -62,6 +76,11 @@ class ParallelConfig:
             * self.pipeline_model_parallel_size
             * self.context_parallel_size
         )
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process among those that share its sequences, in megatron-core's order of ranks."""
+        return self.rank // self.tensor_model_parallel_size % self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:

@@ -9,7 +9,9 @@ Source: ``megatron/core/transformer/dot_product_attention.py`` and ``attention.p
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -17,11 +19,27 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron.packed.attention.communicator import ProcessGroupCommunicator
+from megatron.packed.attention.executor import packed_attention
 from megatron.packed.attention.kernels import select_kernel
+from megatron.packed.attention.plans import AttentionPlan, LayerPlans
 from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
 from megatron.packed.errors import ConfigurationError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+@dataclass
+class RowSeqParams(PackedSeqParams):
+    """What the attention of rows (BSHD) cut over context-parallel ranks goes by.
+
+    It travels as packed parameters do, past activation recomputation, to every layer.
+
+    Attributes:
+        attention: this rank's plans.
+    """
+
+    attention: LayerPlans | None = None
 
 
 class PackedCoreAttention(MegatronModule):
@@ -34,9 +52,9 @@ class PackedCoreAttention(MegatronModule):
         attention_type: ``self``.
         attention_dropout: Overrides ``config.attention_dropout``; only 0 is possible.
         softmax_scale: Overrides ``1/sqrt(d)``.
-        cp_comm_type: Accepted for the contract; context parallelism has size 1 here.
-        pg_collection: Accepted for the contract; heads arrive already split over tensor-parallel
-            ranks.
+        cp_comm_type: Accepted for the contract; the batch's plans say what is exchanged.
+        pg_collection: Gives the context-parallel group, by default megatron-core's global one;
+            heads arrive already split over tensor-parallel ranks.
         k_channels: Width of a query and key head, where it is not ``config.kv_channels``.
         v_channels: Width of a value head; read from the tensors.
         **unused: Keywords that later megatron-core versions pass. One that is set is refused.
@@ -64,6 +82,8 @@ class PackedCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_supported(config, attn_mask_type, attention_type, dropout, unused)
+        self._pg_collection = pg_collection
+        self._communicator: ProcessGroupCommunicator | None = None
         width = k_channels or config.kv_channels
         # config.apply_query_key_layer_scaling divides by the layer number here and multiplies by
         # it inside the softmax, against fp16 overflow: in fp32 the two cancel.
@@ -105,6 +125,14 @@ class PackedCoreAttention(MegatronModule):
             raise ValueError("attention_bias is not supported: positions come from RoPE")
         if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
             raise ValueError(f"attn_mask_type {attn_mask_type} is not supported: only causal")
+        plans = getattr(packed_seq_params, "attention", None)
+        if plans is not None:
+            return self._attend_over_ranks(query, key, value, plans.of_layer(self.layer_number))
+        if self.config.context_parallel_size > 1:
+            raise ValueError(
+                "packed_seq_params: has no attention plan, which --context-parallel-size "
+                f"{self.config.context_parallel_size} needs; make batches with the run's helper"
+            )
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             layout = _layout_of_pack(packed_seq_params, query.shape[0])
             q, k, v = (x.unsqueeze(0) for x in (query, key, value))
@@ -116,6 +144,25 @@ class PackedCoreAttention(MegatronModule):
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         out = select_kernel(query)(q, k, v, layout, self.softmax_scale)
         return out.flatten(2).transpose(0, 1)
+
+    def _attend_over_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+    ) -> Tensor:
+        """Run a plan over the context-parallel ranks; shapes as in `forward`, of local tokens."""
+        if self._communicator is None:
+            group = getattr(self._pg_collection, "cp", None)
+            self._communicator = ProcessGroupCommunicator(
+                parallel_state.get_context_parallel_group() if group is None else group
+            )
+        q, k, v = query, key, value
+        if query.dim() == 4:  # local tokens of row 0, then of row 1, ...
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = packed_attention(
+            q, k, v, plan, self._communicator, softmax_scale=self.softmax_scale
+        ).flatten(1)
+        if query.dim() == 4:
+            return out.unflatten(0, (query.shape[1], query.shape[0])).transpose(0, 1)
+        return out
 
 
 def _layout_of_pack(params: PackedSeqParams, total_tokens: int) -> SegmentLayout:
@@ -167,11 +214,6 @@ def _check_supported(
     if softmax_type != "vanilla":
         raise ConfigurationError(
             f"--softmax-type {softmax_type} is not supported by this attention kernel: use vanilla"
-        )
-    if config.context_parallel_size > 1:
-        raise ConfigurationError(
-            f"--context-parallel-size {config.context_parallel_size} is not supported by this "
-            "attention kernel: use 1"
         )
     for name, wanted in unused.items():
         if wanted not in (None, False):

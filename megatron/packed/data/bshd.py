@@ -117,6 +117,8 @@ class BshdBatch:
         sum_squared_lengths: over attention blocks.
         sample_indices: the samples' places in the dataset, for error messages.
         buffer: uint8, the bytes that the tensors are views of.
+        attention: the plans of this context-parallel rank, whose share of every row the tensors
+            hold; None where rows are whole. Boundaries and counts are always those of whole rows.
     """
 
     tokens: torch.Tensor
@@ -131,10 +133,17 @@ class BshdBatch:
     sum_squared_lengths: int
     sample_indices: tuple[int, ...]
     buffer: torch.Tensor
+    attention: Any = None
 
     @classmethod
     def from_arrays(
-        cls, arrays: BshdArrays, real_tokens: int, sample_indices: Sequence[int]
+        cls,
+        arrays: BshdArrays,
+        real_tokens: int,
+        sample_indices: Sequence[int],
+        *,
+        supervised_tokens: int | None = None,
+        attention: Any = None,
     ) -> Self:
         """Put a batch on the host into one buffer.
 
@@ -142,7 +151,11 @@ class BshdBatch:
             arrays: the batch.
             real_tokens: input tokens that are no tail padding.
             sample_indices: places in the dataset.
+            supervised_tokens: positions whose label counts; by default those of the arrays.
+            attention: plans, where the arrays are one rank's share.
         """
+        if supervised_tokens is None:
+            supervised_tokens = int(numpy.count_nonzero(arrays.loss_mask))
         lengths = numpy.diff(arrays.cu_seqlens).astype(numpy.int64)
         rows, seq_length = arrays.tokens.shape
         header = _Header(
@@ -152,7 +165,7 @@ class BshdBatch:
             num_indices=len(sample_indices),
             max_seqlen=arrays.max_seqlen,
             real_tokens=real_tokens,
-            supervised_tokens=int(numpy.count_nonzero(arrays.loss_mask)),
+            supervised_tokens=supervised_tokens,
             sum_squared_lengths=int((lengths * lengths).sum()),
         )
         # 64-bit arrays first, so that each starts at a multiple of its item size.
@@ -166,23 +179,26 @@ class BshdBatch:
             arrays.cu_seqlens,
         )
         flat = [numpy.ascontiguousarray(part).reshape(-1).view(numpy.uint8) for part in parts]
-        return cls.from_buffer(torch.from_numpy(numpy.concatenate(flat)))
+        return cls.from_buffer(torch.from_numpy(numpy.concatenate(flat)), attention)
 
     @classmethod
-    def from_buffer(cls, buffer: torch.Tensor) -> Self:
+    def from_buffer(cls, buffer: torch.Tensor, attention: Any = None) -> Self:
         """Rebuild a batch from its bytes, such as another rank received them.
 
         Args:
             buffer: uint8 on the host.
+            attention: the plans that go with it.
         """
         words = 8 * len(_Header._fields)
         header = _Header(*buffer[:words].view(torch.int64).tolist())
         indices = words + 3 * 8 * header.rows * header.seq_length
         held = buffer[indices : indices + 8 * header.num_indices].view(torch.int64).tolist()
-        return cls._over(buffer, header, tuple(held))
+        return cls._over(buffer, header, tuple(held), attention)
 
     @classmethod
-    def _over(cls, buffer: torch.Tensor, header: _Header, indices: tuple[int, ...]) -> Self:
+    def _over(
+        cls, buffer: torch.Tensor, header: _Header, indices: tuple[int, ...], attention: Any
+    ) -> Self:
         """Take views of a buffer on any device."""
         shape = (header.rows, header.seq_length)
         size = header.rows * header.seq_length
@@ -208,6 +224,7 @@ class BshdBatch:
             sum_squared_lengths=header.sum_squared_lengths,
             sample_indices=indices,
             buffer=buffer,
+            attention=attention,
         )
 
     def _on(self, buffer: torch.Tensor) -> Self:
@@ -222,7 +239,7 @@ class BshdBatch:
             supervised_tokens=self.supervised_tokens,
             sum_squared_lengths=self.sum_squared_lengths,
         )
-        return self._over(buffer, header, self.sample_indices)
+        return self._over(buffer, header, self.sample_indices, self.attention)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same batch on `device`: one copy."""
@@ -234,7 +251,7 @@ class BshdBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # From a data-loader worker one shared-memory tensor travels, not five.
-        return type(self).from_buffer, (self.buffer,)
+        return type(self).from_buffer, (self.buffer, self.attention)
 
 
 class _Header(NamedTuple):

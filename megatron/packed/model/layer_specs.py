@@ -67,7 +67,11 @@ def build_layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The specification that GPTModel builds one pipeline stage's decoder from."""
     if uses_transformer_engine(config, accelerator):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
+        if transformer_config.context_parallel_size > 1:
+            # Batches come with plans, which this project's engine runs.
+            spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+        return spec
     layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
         layer_specs=[_local_layer_spec(config)] * layers, layer_norm=_norm(config)

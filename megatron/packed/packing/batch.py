@@ -52,6 +52,7 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
         position_ids: int64 `[1, T_local]`, position in the document, to index RoPE with.
         partition: how this chunk is cut over context-parallel ranks; None when it is not.
         cp_rank: the rank whose share the local fields describe.
+        attention: that rank's attention plans, made ahead of the step; None when it is not cut.
     """
 
     cu_seqlens_host: NDArray[np.int32] = field(default_factory=_no_boundaries)
@@ -67,6 +68,7 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
     position_ids: Tensor = None
     partition: PartitionLike | None = None
     cp_rank: int = 0
+    attention: Any = None
 
     @property
     def pad_between_seqs(self) -> bool:
@@ -200,6 +202,7 @@ class PackedBatch:
         rank: int = 0,
         chunk_index: int = 0,
         num_chunks: int = 1,
+        attention: Any = None,
     ) -> PackedBatch:
         """Gather everything a step reads.
 
@@ -211,6 +214,7 @@ class PackedBatch:
             rank: context-parallel rank.
             chunk_index: which part of a larger pack the plan is, if `PackPlan.chunk` made it.
             num_chunks: parts of that larger pack.
+            attention: plans of this rank's attention.
         """
         view = plan.full if partition is None else plan.local(partition, rank)
         layout = BufferLayout(
@@ -238,6 +242,7 @@ class PackedBatch:
             valid_tokens_per_row=plan.valid_tokens_per_row,
             partition=partition,
             cp_rank=rank,
+            attention=attention,
         )
         layout.write_header(
             host,
@@ -246,12 +251,15 @@ class PackedBatch:
         return cls._over(torch.from_numpy(host), layout, params, plan.statistics)
 
     @classmethod
-    def from_buffer(cls, buffer: Tensor, *, partition: PartitionLike | None = None) -> PackedBatch:
+    def from_buffer(
+        cls, buffer: Tensor, *, partition: PartitionLike | None = None, attention: Any = None
+    ) -> PackedBatch:
         """Rebuild a batch from its bytes, such as another rank received them.
 
         Args:
             buffer: uint8 `[at least num_bytes]`, on the host.
             partition: the partition the batch was cut with.
+            attention: the plans that go with it.
 
         Raises:
             ValueError: when the bytes are no batch.
@@ -269,6 +277,7 @@ class PackedBatch:
             cu_seqlens_padded_host=padded,
             valid_tokens_per_row=arrays["valid_tokens_per_row"].copy(),
             partition=partition,
+            attention=attention,
             **numbered,
         )
         first = len(_IN_HEADER)
@@ -338,11 +347,12 @@ class PackedBatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # From a data-loader worker one shared-memory tensor travels, not a dozen.
-        return _rebuild, (self.buffer, self.packed_seq_params.partition)
+        params = self.packed_seq_params
+        return _rebuild, (self.buffer, params.partition, params.attention)
 
 
-def _rebuild(buffer: Tensor, partition: PartitionLike | None) -> PackedBatch:
-    return PackedBatch.from_buffer(buffer, partition=partition)
+def _rebuild(buffer: Tensor, partition: PartitionLike | None, attention: Any) -> PackedBatch:
+    return PackedBatch.from_buffer(buffer, partition=partition, attention=attention)
 
 
 # Fields of the parameters that travel in the buffer's header, before the statistics.

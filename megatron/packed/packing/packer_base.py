@@ -97,7 +97,7 @@ class DocumentPacker(ABC):
             "alignment": self.alignment,
             "fingerprint": self.stream.fingerprint(),
             "stream": self.stream.state(),
-            "ready": [pack.tolist() for pack in self._ready],
+            "ready": self._ready_state(),
             "ready_epoch": self._ready_epoch,
             **self._own_state(),
         }
@@ -136,6 +136,9 @@ class DocumentPacker(ABC):
     def _has_open(self) -> bool:
         """Pieces of this epoch were read and are not in a ready pack."""
         return False
+
+    def _ready_state(self) -> list[Any]:
+        return [pack.tolist() for pack in self._ready]
 
     def _own_state(self) -> dict[str, Any]:
         return {}

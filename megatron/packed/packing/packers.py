@@ -70,12 +70,11 @@ class BestFitDecreasing(DocumentPacker):
         # Packs come out longest documents first: hand them out in an order of their own.
         return [packs[i] for i in _shuffle(self.stream, len(packs), 0)]
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in the base; the epoch's packs are not stored, only how many are left."""
-        state = super().state_dict()
-        state["ready"] = []
-        state["packs_left"] = len(self._ready)
-        return state
+    def _ready_state(self) -> list[Any]:
+        return []  # the epoch gives its packs again: only how many are left is stored
+
+    def _own_state(self) -> dict[str, Any]:
+        return {"packs_left": len(self._ready)}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         left = int(state["packs_left"])

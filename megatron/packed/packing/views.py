@@ -23,7 +23,9 @@ Int32 = NDArray[np.int32]
 class PartitionLike(Protocol):
     """What a plan needs to know of a partition: the runs of positions that a rank holds."""
 
-    total_tokens: int
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the padded pack."""
 
     def runs(self, rank: int) -> tuple[Int64, Int64, int]:
         """Ascending disjoint runs: starts `[r]`, counts `[r]`, step inside a run."""

@@ -19,7 +19,14 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.packed.arguments import Config
+from megatron.packed.attention.core_attention import RowSeqParams
 from megatron.packed.context_parallel.agreement import assert_same_metadata
+from megatron.packed.context_parallel.context_parallel_helper import (
+    AnyHelper,
+    ContextParallelHelper,
+    build_context_parallel_helper,
+    helper_settings,
+)
 from megatron.packed.data.bshd import BshdBatch, BshdCollator
 from megatron.packed.errors import ConfigurationError, DataError
 from megatron.packed.packing import (
@@ -29,7 +36,7 @@ from megatron.packed.packing import (
     build_pack_plan,
 )
 from megatron.packed.training.environment import Environment
-from megatron.packed.training.packs import DocumentCollator, PackBatches
+from megatron.packed.training.packs import DocumentCollator, PackBatches, pack_share
 from megatron.packed.training.sharing import HostBatch, next_shared
 
 # No token has this id: rows say by position what is padding.
@@ -76,16 +83,17 @@ class BatchStatistics:
         group = parallel_state.get_data_parallel_group()
         total = torch.tensor(counts, dtype=torch.int64, device=device)
         torch.distributed.all_reduce(total, group=group)
-        # All ranks of a step wait for the slowest one.
+        # All ranks of a step wait for the slowest one. Context-parallel ranks count the same packs.
         longest = torch.tensor(self.data_seconds, dtype=torch.float64, device=device)
-        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)
+        everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=everyone)
         sums = dict(zip(names, total.tolist(), strict=True))
         return BatchStatistics(**sums, data_seconds=longest.item())
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes. B is 1 and S is T for a pack.
+    """What one forward pass takes. B is 1 and S is T for a pack, this context-parallel rank's.
 
     Attributes:
         tokens: int64 [B, S].
@@ -93,8 +101,10 @@ class MicroBatch:
         loss_mask: float32 [B, S].
         position_ids: int64 [B, S].
         attention_mask: None, or int32 [n + 1] segment boundaries in the flattened rows.
-        packed_seq_params: boundaries of a pack; None for rows.
-        statistics: counts of this micro-batch.
+        packed_seq_params: boundaries of a pack, or what rows cut over context-parallel ranks
+            attend by; None for whole rows.
+        statistics: counts of this micro-batch, over all context-parallel ranks.
+        cp_size: context-parallel ranks that share this micro-batch.
     """
 
     tokens: torch.Tensor
@@ -104,6 +114,7 @@ class MicroBatch:
     attention_mask: torch.Tensor | None
     packed_seq_params: PackedSeqParams | None
     statistics: BatchStatistics
+    cp_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -115,12 +126,14 @@ class PackingCollator:
         alignment: multiples that the parallel layout needs.
         capacity: tokens every pack is padded to, so that pipeline stages know its shape.
         by_index: documents end where the corpus's index says, whatever the tokens are.
+        helper: cuts packs over context-parallel ranks; None with one.
     """
 
     eod_id: int
     alignment: Alignment
     capacity: int | None
     by_index: bool = False
+    helper: AnyHelper | None = None
 
     def __call__(self, samples: list[dict[str, Any]]) -> PackedBatch:
         """Pack samples `{"text": int64 [S + 1], "length": int}`.
@@ -149,7 +162,24 @@ class PackingCollator:
             )
         except ValueError as error:
             raise DataError(str(error)) from error
-        return PackedBatch.from_plan(plan, rows)
+        return pack_share(plan, rows, self.helper)
+
+
+@dataclass(frozen=True)
+class RowShareCollator:
+    """Collates whole rows and cuts them to this context-parallel rank's share.
+
+    Attributes:
+        whole: collates the rows.
+        helper: cuts them.
+    """
+
+    whole: BshdCollator
+    helper: ContextParallelHelper
+
+    def __call__(self, samples: list[dict[str, Any]]) -> BshdBatch:
+        """Collate samples, see `BshdCollator`."""
+        return self.helper.pack(self.whole(samples))
 
 
 def pack_capacity(config: Config, alignment: Alignment) -> int | None:
@@ -179,36 +209,47 @@ def pack_capacity(config: Config, alignment: Alignment) -> int | None:
 
 def pack_alignment(config: Config) -> Alignment:
     """The alignment that this run's layout needs."""
-    return Alignment.for_layout(
-        cp_size=config.parallel.context_parallel_size,
-        tp_size=config.parallel.tensor_model_parallel_size,
-        sequence_parallel=config.parallel.sequence_parallel,
-        mode=config.packing.packing_alignment,
-    )
+    return helper_settings(config).alignment
 
 
-def build_collator(
-    config: Config, eod_id: int
-) -> PackingCollator | DocumentCollator | BshdCollator:
-    """The collator for packs of rows, packs of documents, or rows that aren't packed."""
+Collator = PackingCollator | DocumentCollator | BshdCollator | RowShareCollator
+
+
+def build_collator(config: Config, eod_id: int, helper: AnyHelper | None = None) -> Collator:
+    """The collator for packs of rows, packs of documents, or rows that aren't packed.
+
+    Args:
+        config: the run's configuration.
+        eod_id: id that ends a document.
+        helper: cuts batches over context-parallel ranks; by default the one of the flags.
+    """
+    if config.parallel.context_parallel_size == 1:
+        helper = None  # nothing is cut
+    elif helper is None:
+        helper = build_context_parallel_helper(config)
     if config.packing.use_packed_sequence:
         alignment = pack_alignment(config)
         capacity = pack_capacity(config, alignment)
         if config.packing.packs_documents:
-            return DocumentCollator(alignment, capacity)
+            return DocumentCollator(alignment, capacity, helper)
         by_index = config.packing.document_boundaries == "index"
-        return PackingCollator(eod_id, alignment, capacity, by_index)
+        return PackingCollator(eod_id, alignment, capacity, by_index, helper)
     data = config.data
-    return BshdCollator(
+    whole = BshdCollator(
         eod_id,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )
+    if helper is None:
+        return whole
+    assert isinstance(helper, ContextParallelHelper)  # the one for rows
+    return RowShareCollator(whole, helper)
 
 
 def _from_pack(batch: PackedBatch) -> MicroBatch:
     counts = batch.statistics
+    plans = batch.packed_seq_params.attention
     return MicroBatch(
         tokens=batch.tokens,
         labels=batch.labels,
@@ -224,25 +265,29 @@ def _from_pack(batch: PackedBatch) -> MicroBatch:
             supervised_tokens=counts.supervised_tokens,
             sum_squared_lengths=counts.sum_squared_lengths,
         ),
+        cp_size=1 if plans is None else plans.cp_size,
     )
 
 
 def _from_rows(batch: BshdBatch, block_diagonal: bool) -> MicroBatch:
+    plans = batch.attention
+    cp_size = 1 if plans is None else plans.cp_size
     return MicroBatch(
         tokens=batch.tokens,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
-        attention_mask=batch.cu_seqlens if block_diagonal else None,
-        packed_seq_params=None,
+        attention_mask=batch.cu_seqlens if block_diagonal and plans is None else None,
+        packed_seq_params=None if plans is None else RowSeqParams("sbhd", attention=plans),
         statistics=BatchStatistics(
             packs=1,
             segments=batch.num_blocks,
             real_tokens=batch.real_tokens,
-            padded_tokens=batch.tokens.numel() - batch.real_tokens,
+            padded_tokens=batch.tokens.numel() * cp_size - batch.real_tokens,
             supervised_tokens=batch.supervised_tokens,
             sum_squared_lengths=batch.sum_squared_lengths,
         ),
+        cp_size=cp_size,
     )
 
 

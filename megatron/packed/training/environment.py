@@ -61,11 +61,15 @@ def quiet_libraries(rank: int) -> None:
 def seed_everything(config: Config, accelerator: Accelerator) -> None:
     """Seed the generators that dropout and data order draw from, as upstream does.
 
-    Pipeline stages differ so that their dropout does; data-parallel replicas share a seed.
+    Pipeline stages and context-parallel ranks, which hold other tokens, differ so that their
+    dropout does; data-parallel replicas share a seed.
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    seed = config.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    place = parallel_state.get_pipeline_model_parallel_rank()
+    place += stages * parallel_state.get_context_parallel_rank()
+    seed = config.training.seed + 100 * place
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)

@@ -17,6 +17,10 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from megatron.packed.arguments import Config
+from megatron.packed.context_parallel.context_parallel_helper import (
+    AnyHelper,
+    ContextParallelHelper,
+)
 from megatron.packed.data.document_corpus import DocumentCorpus
 from megatron.packed.data.loader import BatchIterator, build_loader
 from megatron.packed.errors import DataError
@@ -97,6 +101,20 @@ class PackReader:
         return {"pack": pack, "text": pack.read(self.corpus.read)}
 
 
+def pack_share(plan: PackPlan, rows: Any, helper: AnyHelper | None) -> PackedBatch:
+    """The batch of a plan: all of it, or what this context-parallel rank's helper cuts out.
+
+    Args:
+        plan: the pack.
+        rows: the raw rows it was made from.
+        helper: the run's helper of packs; None with one rank.
+    """
+    if helper is None:
+        return PackedBatch.from_plan(plan, rows)
+    assert not isinstance(helper, ContextParallelHelper)  # the one for rows
+    return helper.pack(plan, rows)
+
+
 @dataclass(frozen=True)
 class DocumentCollator:
     """Lays the packs of a micro-batch end to end; runs in the data-loader workers.
@@ -104,10 +122,12 @@ class DocumentCollator:
     Attributes:
         alignment: multiples that the parallel layout needs.
         capacity: tokens every micro-batch is padded to; None pads no further than the alignment.
+        helper: cuts packs over context-parallel ranks; None with one.
     """
 
     alignment: Alignment
     capacity: int | None
+    helper: AnyHelper | None = None
 
     def __call__(self, samples: list[dict[str, Any]]) -> PackedBatch:
         """Pack samples of a `PackReader`.
@@ -126,7 +146,7 @@ class DocumentCollator:
             )
         except ValueError as error:
             raise DataError(str(error)) from error
-        return PackedBatch.from_plan(plan, np.concatenate([each["text"] for each in samples]))
+        return pack_share(plan, np.concatenate([each["text"] for each in samples]), self.helper)
 
 
 class PackBatches(Iterator[PackedBatch]):

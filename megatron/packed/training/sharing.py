@@ -1,4 +1,4 @@
-"""One batch for all tensor-parallel ranks: a tiny header, then the batch's one buffer.
+"""One batch for all tensor-parallel ranks: a tiny header, the batch's one buffer, its plans.
 
 It goes over a host group before the batch moves to the device, so sizes are known without waiting
 for one. What the reading rank met instead of a batch, the end of the data or data that can't be
@@ -7,8 +7,10 @@ used, its peers learn the same way and raise the same.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,30 +58,53 @@ def _send(loader: Iterator[HostBatch], source: int, group: dist.ProcessGroup) ->
     try:
         batch = next(loader)
     except StopIteration:
-        dist.broadcast(torch.tensor([_Kind.END, 0]), src=source, group=group)
+        dist.broadcast(torch.tensor([_Kind.END, 0, 0]), src=source, group=group)
         raise
     except DataError as error:
         message = torch.tensor(list(str(error).encode()), dtype=torch.uint8)
-        dist.broadcast(torch.tensor([_Kind.FAILURE, len(message)]), src=source, group=group)
+        dist.broadcast(torch.tensor([_Kind.FAILURE, len(message), 0]), src=source, group=group)
         dist.broadcast(message, src=source, group=group)
         raise
     kind = _Kind.PACK if isinstance(batch, PackedBatch) else _Kind.ROWS
-    dist.broadcast(torch.tensor([kind, len(batch.buffer)]), src=source, group=group)
+    plans = _plans_of(batch)
+    header = torch.tensor([kind, len(batch.buffer), len(plans)])
+    dist.broadcast(header, src=source, group=group)
     dist.broadcast(batch.buffer, src=source, group=group)
+    if len(plans):
+        dist.broadcast(plans, src=source, group=group)
     return batch
 
 
+def _plans_of(batch: HostBatch) -> torch.Tensor:
+    """What a context-parallel rank's batch has beside its buffer, as bytes; none with one rank."""
+    plans: dict[str, Any] = {}
+    if isinstance(batch, PackedBatch):
+        params = batch.packed_seq_params
+        if params.partition is not None:
+            plans = {"partition": params.partition, "attention": params.attention}
+    elif batch.attention is not None:
+        plans = {"attention": batch.attention}
+    if not plans:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pickle.dumps(plans)), dtype=torch.uint8)
+
+
 def _receive(source: int, group: dist.ProcessGroup, pin_memory: bool) -> HostBatch:
-    header = torch.empty(2, dtype=torch.int64)
+    header = torch.empty(3, dtype=torch.int64)
     dist.broadcast(header, src=source, group=group)
-    kind, size = header.tolist()
+    kind, size, plan_size = header.tolist()
     if kind == _Kind.END:
         raise StopIteration
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
     dist.broadcast(buffer, src=source, group=group)
+    plans: dict[str, Any] = {}
+    if plan_size:
+        pickled = torch.empty(plan_size, dtype=torch.uint8)
+        dist.broadcast(pickled, src=source, group=group)
+        plans = pickle.loads(pickled.numpy().tobytes())  # of a process of this job
     match kind:
         case _Kind.PACK:
-            return PackedBatch.from_buffer(buffer)
+            return PackedBatch.from_buffer(buffer, **plans)
         case _Kind.ROWS:
-            return BshdBatch.from_buffer(buffer)
+            return BshdBatch.from_buffer(buffer, **plans)
     raise DataError(bytes(buffer.tolist()).decode())

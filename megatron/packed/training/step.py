@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 
 from megatron.packed.errors import TrainingError
 from megatron.packed.loss.token import token_loss
@@ -93,10 +94,19 @@ class StepResult:
 
 
 def _loss_function(
-    batch: MicroBatch, losses: torch.Tensor
+    batch: MicroBatch, per_token: bool, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """What the schedules of megatron-core take: sum, count, and what is reported.
+
+    Without a loss per token, they divide each micro-batch by its own count and average over
+    context-parallel ranks too: then the count is that of all these ranks, and the average a sum.
+    """
     loss = token_loss(losses, batch.loss_mask)
-    return loss.total, loss.count, {"lm loss": loss.report}
+    report = {"lm loss": loss.report}
+    if per_token or batch.cp_size == 1:
+        return loss.total, loss.count, report
+    count = torch.full_like(loss.count, batch.statistics.supervised_tokens)
+    return loss.total * batch.cp_size, count, report
 
 
 def forward_step(
@@ -112,7 +122,8 @@ def forward_step(
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
     )
-    return output, partial(_loss_function, batch)
+    per_token = get_model_config(model).calculate_per_token_loss
+    return output, partial(_loss_function, batch, per_token)
 
 
 def reduce_reports(reports: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:

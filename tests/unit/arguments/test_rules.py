@@ -14,8 +14,8 @@ from .flags import MINIMAL
 
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
 BROKEN = [
-    ("context_parallelism", "--context-parallel-size 2", "--context-parallel-size 2", 2),
     ("world_size", "--tensor-model-parallel-size 2", "3 processes started", 3),
+    ("world_size", "--context-parallel-size 2", "context 2 = 2 parallel processes", 3),
     (
         "global_batch",
         "--global-batch-size 6",
@@ -165,6 +165,112 @@ BROKEN = [
         "--packed-sequence-capacity 255: must be at least --micro-batch-size 2 x --seq-length 128",
         1,
     ),
+    (
+        "exchange",
+        "--cp-comm-type p2p a2a --context-parallel-size 2",
+        "--cp-comm-type p2p a2a: 2 values for --num-layers 4",
+        2,
+    ),
+    (
+        "exchange",
+        "--cp-comm-type dispatch --context-parallel-size 2",
+        "--cp-comm-type dispatch: ContextParallelHelper has no such .* needs --use-packed-sequence",
+        2,
+    ),
+    (
+        "exchange",
+        "--cp-comm-type p2p dispatch p2p p2p --context-parallel-size 2 --use-packed-sequence",
+        "--cp-comm-type dispatch: RingAttnContextParallelHelper has no such exchange",
+        2,
+    ),
+    (
+        "exchange",
+        "--cp-comm-type p2p striped p2p a2a --context-parallel-size 2 --use-packed-sequence",
+        r"--cp-comm-type p2p striped a2a: all layers share one .*\(p2p zigzag, striped striped",
+        2,
+    ),
+    (
+        "hierarchical_sizes",
+        "--cp-comm-type a2a+p2p --context-parallel-size 4",
+        r"a2a\+p2p: needs --hierarchical-context-parallel-sizes",
+        4,
+    ),
+    (
+        "hierarchical_sizes",
+        "--hierarchical-context-parallel-sizes 2 2 --context-parallel-size 4",
+        "sizes 2 2: needs --cp-comm-type a2a",
+        4,
+    ),
+    (
+        "hierarchical_sizes",
+        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 --context-parallel-size 4",
+        "sizes 4: must be two numbers",
+        4,
+    ),
+    (
+        "hierarchical_sizes",
+        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4 "
+        "--context-parallel-size 4",
+        "sizes 2 4: multiply to 8, which must be --context-parallel-size 4",
+        4,
+    ),
+    (
+        "chunk_size",
+        "--magi-attn-chunk-size 64 --use-packed-sequence --context-parallel-size 2",
+        "--magi-attn-chunk-size 64: needs --attention-backend magi",
+        2,
+    ),
+    (
+        "chunk_size",
+        "--magi-attn-chunk-size 48 --attention-backend magi --use-packed-sequence",
+        "--magi-attn-chunk-size 48: must be a power of two.* 32 would do",
+        1,
+    ),
+    (
+        "heads_over_context_parallel",
+        "--cp-comm-type a2a --context-parallel-size 3 --use-packed-sequence",
+        "--cp-comm-type a2a: shares 4 heads of a tensor-parallel rank out over 3 context-parallel",
+        3,
+    ),
+    (
+        "heads_over_context_parallel",
+        "--attention-backend flex --context-parallel-size 4 --use-packed-sequence "
+        "--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6",
+        "--cp-comm-type a2a: 6 key-value heads .* multiple or a divisor of 4",
+        4,
+    ),
+    (
+        "heads_over_context_parallel",
+        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1 "
+        "--tensor-model-parallel-size 2 --context-parallel-size 4 --use-packed-sequence",
+        "p2p: shares 2 heads of a tensor-parallel rank out over 4",
+        8,
+    ),
+    (
+        "rows_over_context_parallel",
+        "--context-parallel-size 2 --seq-length 126",
+        "--seq-length 126: must be a multiple of 4, .*--use-packed-sequence",
+        2,
+    ),
+    (
+        "rows_over_context_parallel",
+        "--context-parallel-size 2 --seq-length 126 --cp-comm-type striped "
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--seq-length 126: must be a multiple of 4",
+        4,
+    ),
+    (
+        "segment_alignment",
+        "--context-parallel-size 2 --use-packed-sequence --packing-alignment pack",
+        "--packing-alignment pack: --cp-comm-type p2p cuts every segment",
+        2,
+    ),
+    (
+        "attention_dropout",
+        "--context-parallel-size 2 --attention-dropout 0.1",
+        "--attention-dropout 0.1: must be 0 with --context-parallel-size 2",
+        2,
+    ),
     ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
     ("attention_dropout_on_cpu", "--attention-dropout 0.1", "--attention-dropout 0.0", 1),
 ]
@@ -208,6 +314,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
         rules.training,
         rules.data,
         rules.packing,
+        rules.context_parallel,
         rules.hardware,
     )
     defined = {
@@ -268,6 +375,22 @@ def test_values_set_in_code_are_checked_like_those_of_flags() -> None:
         ("--use-packed-sequence --packing-strategy windowed_best_fit --packing-window 8", 1),
         ("--use-packed-sequence --packing-strategy greedy_workload --document-boundaries index", 1),
         ("--use-packed-sequence --packed-sequence-capacity 256 --check-packing-metadata", 1),
+        ("--context-parallel-size 2", 2),
+        ("--context-parallel-size 2 --seq-length 126 --cp-comm-type striped", 2),
+        ("--context-parallel-size 3 --use-packed-sequence --seq-length 127", 3),
+        ("--context-parallel-size 2 --use-packed-sequence --cp-comm-type p2p a2a a2a p2p", 2),
+        ("--context-parallel-size 2 --use-packed-sequence --cp-comm-type dispatch", 2),
+        ("--context-parallel-size 4 --use-packed-sequence --attention-backend flex", 4),
+        (
+            "--context-parallel-size 4 --use-packed-sequence --attention-backend magi "
+            "--magi-attn-chunk-size 64 --packing-alignment pack",
+            4,
+        ),
+        (
+            "--context-parallel-size 8 --use-packed-sequence --cp-comm-type a2a+p2p "
+            "--hierarchical-context-parallel-sizes 4 2",
+            8,
+        ),
     ],
 )
 def test_what_is_legal_passes(flags: str, world: int) -> None:

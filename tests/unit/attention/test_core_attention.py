@@ -116,12 +116,16 @@ def test_value_width_may_differ():
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1"),
         ({"window_size": (128, 0)}, "--window-size"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable"),
-        ({"context_parallel_size": 2}, "--context-parallel-size 2"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(changes, message):
     with pytest.raises(ConfigurationError, match=message):
         module(config(**changes))
+
+
+def test_context_parallelism_needs_a_plan():
+    with pytest.raises(ValueError, match="no attention plan, which --context-parallel-size 2"):
+        module(config(context_parallel_size=2))(*tensors(), None)
 
 
 def test_other_masks_and_unknown_arguments_are_refused():

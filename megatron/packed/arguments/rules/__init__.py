@@ -10,12 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.packed.arguments.config import Config, all_specs
-from megatron.packed.arguments.rules import data, hardware, layout, model, packing, training
+from megatron.packed.arguments.rules import (
+    context_parallel,
+    data,
+    hardware,
+    layout,
+    model,
+    packing,
+    training,
+)
 from megatron.packed.errors import ConfigurationError
 
 Rule = Callable[[Config], Iterator[str]]
 
-RULES: tuple[Rule, ...] = layout.RULES + model.RULES + training.RULES + data.RULES + packing.RULES
+RULES: tuple[Rule, ...] = (
+    layout.RULES
+    + model.RULES
+    + training.RULES
+    + data.RULES
+    + packing.RULES
+    + context_parallel.RULES
+)
 HARDWARE_RULES: tuple[Rule, ...] = hardware.RULES
 
 

@@ -16,16 +16,6 @@ def launcher_rank(config: Config) -> Iterator[str]:
         )
 
 
-def context_parallelism(config: Config) -> Iterator[str]:
-    size = config.parallel.context_parallel_size
-    if size > 1:
-        yield (
-            f"--context-parallel-size {size}: context parallelism isn't available in this build; "
-            "use --context-parallel-size 1 and spread the model with "
-            "--tensor-model-parallel-size or --pipeline-model-parallel-size"
-        )
-
-
 def world_size(config: Config) -> Iterator[str]:
     parallel = config.parallel
     if parallel.world_size % parallel.model_parallel_size:
@@ -70,7 +60,6 @@ def distributed_optimizer(config: Config) -> Iterator[str]:
 
 RULES = (
     launcher_rank,
-    context_parallelism,
     world_size,
     global_batch,
     overlapped_parameter_gather,

@@ -8,6 +8,7 @@ from megatron.packed.attention.plans.build import (
     default_partition,
 )
 from megatron.packed.attention.plans.dispatch import effective_chunk_size
+from megatron.packed.attention.plans.layers import LayerPlans
 from megatron.packed.attention.plans.plan import (
     AttentionPlan,
     HeadExchange,
@@ -22,6 +23,7 @@ __all__ = [
     "PLAN_KINDS",
     "AttentionPlan",
     "HeadExchange",
+    "LayerPlans",
     "PlanReport",
     "Receive",
     "Send",

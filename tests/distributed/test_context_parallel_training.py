@@ -1,0 +1,105 @@
+"""Context parallelism never changes the training: every helper and exchange against one process.
+
+Losses of 20 steps, the first gradient, evaluations and what was counted, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.harness import RankResult, assert_bitwise_equal, relative_l2, run
+from tests.distributed.pool import WorkerPools
+
+LOSS_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 1e-5
+
+COMMON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 20 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 "
+    "--eval-iters 1 --eval-interval 10 --log-interval 10 --threads 1 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention "
+    "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights "
+)
+PACKED = "--use-packed-sequence "
+# The loss of a micro-batch is its own mean here: counts differ between micro-batches and ranks.
+ROWS = "--reset-position-ids --reset-attention-mask --eod-mask-loss "
+PLAIN_ROWS = "--calculate-per-token-loss "
+DOCUMENTS = "--use-packed-sequence --packing-strategy windowed_best_fit "
+HIERARCHY = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2 "
+LEARNED = "--position-embedding-type learned_absolute "
+
+# Name: processes, what is trained on, how it is spread.
+RUNS = {
+    "rows": (2, ROWS, ""),
+    "plain-rows": (2, PLAIN_ROWS, ""),
+    "rows-a2a": (2, ROWS, "--cp-comm-type a2a"),
+    "rows-striped-4": (4, ROWS, "--cp-comm-type striped"),
+    "ring": (2, PACKED, ""),
+    "ring-4": (4, PACKED, ""),
+    "all_gather": (2, PACKED, "--cp-comm-type all_gather"),
+    "striped": (2, PACKED, "--cp-comm-type striped"),
+    "ulysses": (2, PACKED, "--attention-backend flex"),
+    "a2a-replicated-4": (4, PACKED, "--cp-comm-type a2a"),
+    "a2a+p2p-4": (4, PACKED, HIERARCHY),
+    "magi": (2, PACKED, "--attention-backend magi"),
+    "magi-chunks-4": (4, PACKED, "--attention-backend magi --magi-attn-chunk-size 16"),
+    "one-a-layer": (2, PACKED, "--cp-comm-type p2p a2a"),
+    "documents": (2, DOCUMENTS, ""),
+    "learned-positions": (2, PACKED + LEARNED, ""),
+    "ring-tp2": (4, PACKED, "--tensor-model-parallel-size 2"),
+    "ring-tp2-sp": (4, PACKED, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "ring-pp2": (4, PACKED, "--pipeline-model-parallel-size 2"),
+    "ring-dp2": (4, PACKED, ""),
+    "ring-dp2-distributed-optimizer": (4, PACKED, "--use-distributed-optimizer"),
+    "rows-tp2-sp": (4, ROWS, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "magi-pp2": (4, PACKED, "--attention-backend magi --pipeline-model-parallel-size 2"),
+}
+
+
+def _cp_size(name: str) -> int:
+    return 4 if name.endswith("-4") else 2
+
+
+@pytest.fixture(scope="module")
+def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
+    """The reference run of some flags, made once."""
+    known: dict[str, RankResult] = {}
+
+    def get(flags: str) -> RankResult:
+        if flags not in known:
+            known[flags] = run(worker_pool, 1, f"{COMMON} {flags} {data_flags}")
+        return known[flags]
+
+    return get
+
+
+def check_parity(result: RankResult, reference: RankResult) -> None:
+    """Same start, same gradient, same curve, same evaluations, the same data counted once."""
+    assert_bitwise_equal(result.initial_weights, reference.initial_weights)
+    assert relative_l2(result.gradient, reference.gradient) < GRADIENT_TOLERANCE
+    assert len(result.losses) == 20
+    assert result.losses == pytest.approx(reference.losses, rel=LOSS_TOLERANCE)
+    assert result.loss_counts == reference.loss_counts
+    assert result.grad_norms == pytest.approx(reference.grad_norms, rel=GRADIENT_TOLERANCE)
+    for (loss, tokens), (expected, count) in zip(
+        result.validations, reference.validations, strict=True
+    ):
+        assert tokens == count
+        assert loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
+    for name in ("packs", "segments", "real_tokens", "supervised_tokens", "sum_squared_lengths"):
+        assert getattr(result.statistics, name) == getattr(reference.statistics, name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_context_parallel_equals_one_process(
+    name: str,
+    worker_pool: WorkerPools,
+    data_flags: str,
+    one_process: Callable[[str], RankResult],
+) -> None:
+    world_size, kind, layout = RUNS[name]
+    flags = f"{COMMON} {kind} --context-parallel-size {_cp_size(name)} {layout} {data_flags}"
+    check_parity(run(worker_pool, world_size, flags), one_process(kind))
