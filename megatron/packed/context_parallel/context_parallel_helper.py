@@ -1,15 +1,16 @@
 """The four helpers: rows, and packs by ring, by heads and by dispatched chunks.
 
 ```
-4 ranks, one segment of 16 tokens: which rank holds token 0 .. 15
+4 ranks, a pack of two segments: which rank holds which token
 
-ContextParallelHelper           0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0    every row like this
-RingAttnContextParallelHelper   0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0    every segment like this
+                                a a a a a a a a b b b b b b b b
+ContextParallelHelper           0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0    rows instead of segments
+RingAttnContextParallelHelper   0 1 2 3 3 2 1 0 0 1 2 3 3 2 1 0    every segment in 2 * CP chunks
   --cp-comm-type striped        0 1 2 3 0 1 2 3 0 1 2 3 0 1 2 3    the pack, whatever its segments
 UlyssesContextParallelHelper    0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    the pack; in attention every
                                                                    rank has all tokens of 1/4 of
                                                                    the heads
-MagiAttnContextParallelHelper   3 3 2 2 1 1 0 0 0 0 1 1 2 2 3 3    chunks of the pack by their
+MagiAttnContextParallelHelper   1 3 3 1 1 3 3 1 0 2 2 0 0 2 2 0    chunks of the pack by their
                                                                    work, heaviest first
 ```
 """
