@@ -27,6 +27,7 @@ STATISTICS = BatchStatistics(
     padded_tokens=24,
     supervised_tokens=980,
     sum_squared_lengths=60000,
+    data_seconds=0.5,
 )
 OK = StepResult(10.0, 4.0, 1.25, None, True)
 EMPTY = StepResult(0.0, 0.0, None, None, False)
@@ -118,6 +119,7 @@ def test_packing_line(capsys: pytest.CaptureFixture[str]) -> None:
         "segments per pack: 2.5",
         "real tokens: 500",
         "padded tokens: 12",
+        "fill: 97.66 %",
         "supervised tokens: 490",
         "sum of squared lengths: 30000",
         "of 1 GFLOP/s",
@@ -135,6 +137,7 @@ def test_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.tokens_per_second == 250.0
     assert speed.flops_per_rank == (1000 * 100 + (60000 + 1000) // 2 * 10) / 4.0
     assert speed.mfu == speed.flops_per_rank / 1e9
+    assert speed.data_share == 0.125
 
 
 def test_the_clock_leaves_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +181,7 @@ def test_tensorboard_names(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert points[name] == (pytest.approx(value), step), name
     assert {"iteration-time", "throughput"} <= recorder.names
+    assert points["data-time"] == (0.5, 3) and points["packing/fill"] == (1000 / 1024, 3)
     assert "validation loss at iteration 3 | lm loss value: 2.000000E+00" in capsys.readouterr().out
 
 
@@ -246,3 +250,4 @@ def test_statistics_add_up() -> None:
     total.add(STATISTICS)
     total.add(BatchStatistics(1, 2, 3, 4, 5, 6))
     assert total == BatchStatistics(9, 22, 1003, 28, 985, 60006)
+    assert total.data_seconds == 0.5
