@@ -82,8 +82,10 @@ def test_no_layout_changes_the_training(
     [
         f"--micro-batch-size 2 --packing-alignment segment {TP2_SP}",
         f"--micro-batch-size 2 --packing-alignment pack --check-packing-metadata {PP2}",
+        "--micro-batch-size 2 --context-parallel-size 2 --check-packing-metadata",
+        "--micro-batch-size 2 --context-parallel-size 2 --packed-sequence-capacity 512",
     ],
-    ids=["segment-tp2", "pack-pp2"],
+    ids=["segment-tp2", "pack-pp2", "cp2", "cp2-capacity"],
 )
 def test_alignment_modes(flags: str, train: Train) -> None:
     _check_equal(
