@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.packed.errors import DataError
@@ -105,6 +106,9 @@ def build_loader(
             # shares the index with its parent, a spawned one imports torch again.
             multiprocessing_context="fork" if num_workers > 0 else None,
             worker_init_fn=_quiet_worker,
+            # A generator of its own: torch draws the workers' seed, and on a CPU dropout draws from
+            # the global one too, which must stay in step on ranks that read no data.
+            generator=torch.Generator(),
         )
         return BatchIterator(loader)
 

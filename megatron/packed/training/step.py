@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -151,6 +152,28 @@ def reduce_reports(reports: list[dict[str, torch.Tensor]], device: torch.device)
     return total
 
 
+@contextmanager
+def naming_lost_ranks(batches: MicroBatchIterator) -> Iterator[None]:
+    """Say in which iteration another rank was lost, whatever was waiting for it.
+
+    Raises:
+        TrainingError: in place of what the communication library says.
+    """
+    where = f"iteration {batches.iteration}"
+    try:
+        yield
+    except TrainingError as error:
+        raise TrainingError(f"{where}: {error}") from error
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.distributed.DistError) and "gloo" not in text:
+            raise
+        raise TrainingError(
+            f"{where}: rank {torch.distributed.get_rank()} lost another rank in a collective; look "
+            f"for the first error in the logs of the others ({text.splitlines()[0]})"
+        ) from error
+
+
 @dataclass
 class TrainStep:
     """Everything one step needs, assembled once.
@@ -193,21 +216,23 @@ class TrainStep:
             Losses, norms and statistics of the step.
 
         Raises:
-            TrainingError: NaN or Inf in the loss or the gradients, with `check_for_nan`.
+            TrainingError: NaN or Inf in the loss or the gradients, with `check_for_nan`; another
+                rank that was lost.
         """
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=self.model,
-            num_microbatches=num_microbatches,
-            seq_length=self.shape.sequence_length,
-            micro_batch_size=self.shape.batch_size,
-            forward_only=False,
-        )
-        loss_sum, loss_count = reduce_reports(reports, self.device).tolist()
+        with naming_lost_ranks(batches):
+            reports = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=batches,
+                model=self.model,
+                num_microbatches=num_microbatches,
+                seq_length=self.shape.sequence_length,
+                micro_batch_size=self.shape.batch_size,
+                forward_only=False,
+            )
+            loss_sum, loss_count = reduce_reports(reports, self.device).tolist()
         if self.check_for_nan:
             self._check_finite(loss_sum, batches, global_batch_size)
         updated, grad_norm, num_zeros = False, None, None
