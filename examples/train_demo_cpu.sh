@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pre-train a small GPT on packed documents with two CPU processes. `make demo` prepares the data.
+# Pre-train a small GPT on packed documents: two CPU processes share every pack by context
+# parallelism. `make demo` prepares the data.
 #
 # The same script trains on GPUs: raise the sizes, point DATA_ARGS at your corpus, and drop
 # --accelerator cpu.
@@ -51,6 +52,7 @@ TRAINING_ARGS=(
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 1
+    --context-parallel-size 2
     --use-distributed-optimizer
 )
 
