@@ -138,6 +138,16 @@ def test_one_process_without_a_launcher_trains_the_same(
     assert not list(tmp_path.iterdir())  # a run writes nothing that was not asked for
 
 
+def test_two_processes_that_share_every_pack_train_the_same(
+    two_processes: tuple, corpus: Path, tmp_path: Path
+) -> None:
+    flags = f"{RUN} --data-path {corpus} --context-parallel-size 2 --attention-backend magi"
+    result = _pretrain(flags, tmp_path, processes=2)
+    assert result.returncode == 0, result.stderr
+    assert "world size 2: tensor 1, pipeline 1, context 2, data 1" in result.stdout
+    assert _losses(result.stdout) == pytest.approx(_losses(two_processes[0].stdout), rel=5e-6)
+
+
 def test_help_is_quick(tmp_path: Path) -> None:
     start = time.perf_counter()
     result = _pretrain("--help", tmp_path)
