@@ -57,6 +57,11 @@ RUNS = {
     "ring-tp2": (4, PACKED, "--tensor-model-parallel-size 2 --num-workers 1"),
     "ring-tp2-sp": (4, PACKED, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "ring-pp2": (4, PACKED, "--pipeline-model-parallel-size 2 --check-packing-metadata"),
+    "ring-pp2-capacity": (
+        4,
+        PACKED,
+        "--pipeline-model-parallel-size 2 --packed-sequence-capacity 512",
+    ),
     "ring-dp2": (4, PACKED, ""),
     "ring-dp2-distributed-optimizer": (4, PACKED, "--use-distributed-optimizer"),
     "rows-tp2-sp": (4, ROWS, "--tensor-model-parallel-size 2 --sequence-parallel"),

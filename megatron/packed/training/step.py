@@ -237,7 +237,8 @@ class TrainStep:
             self._check_finite(loss_sum, batches, global_batch_size)
         updated, grad_norm, num_zeros = False, None, None
         if loss_count:
-            updated, grad_norm, num_zeros = self.optimizer.step()
+            with naming_lost_ranks(batches):
+                updated, grad_norm, num_zeros = self.optimizer.step()
         self.scheduler.step(increment=global_batch_size)
         return StepResult(
             loss_sum=loss_sum,
