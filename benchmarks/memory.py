@@ -37,13 +37,13 @@ def measure(tokens: int, segments: int) -> tuple[int, float]:
     Returns:
         Bytes that the steps added to the peak, and seconds of the second step.
     """
-    from megatron.packed.arguments import Config
+    from megatron.packed.arguments import config_from_flags
     from megatron.packed.data.tokenizers import build_tokenizer
     from megatron.packed.training import environment as environments
     from megatron.packed.training import setup
     from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
 
-    config = Config.from_flags(f"{FLAGS} --seq-length {tokens}")
+    config = config_from_flags(f"{FLAGS} --seq-length {tokens}")
     environment = environments.start(config)
     tokenizer = build_tokenizer(config.data)
     text = np.random.default_rng(0).integers(0, 256, tokens + 1)

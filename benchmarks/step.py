@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.packed.arguments import Config
+from megatron.packed.arguments import Config, config_from_flags
 from megatron.packed.cli import user_errors
 
 SEQUENCE = 4096
@@ -90,7 +90,7 @@ class Corpus:
 
     def config(self, extra: str) -> Config:
         """The benchmark's configuration with some flags added."""
-        return Config.from_flags(
+        return config_from_flags(
             f"{FLAGS} --data-path {self.prefix} --data-cache-path {self.folder / 'cache'} "
             f"--tokenizer-model {self.folder / 'tokenizer'} {extra}"
         )

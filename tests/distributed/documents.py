@@ -111,13 +111,13 @@ def run_pack(
 
 def build_model(flags: str, double: bool) -> tuple[torch.nn.Module, int]:
     """The unwrapped initial model of a run in this process, and its real vocabulary size."""
-    from megatron.packed.arguments import Config
+    from megatron.packed.arguments import config_from_flags
     from megatron.packed.data.tokenizers import build_tokenizer, padded_vocab_size
     from megatron.packed.model.builder import build_gpt_model
     from megatron.packed.model.transformer_config import build_transformer_config
     from megatron.packed.training import environment
 
-    config = Config.from_flags(flags, os.environ)
+    config = config_from_flags(flags, os.environ)
     this_process = environment.start(config)
     vocab_size = build_tokenizer(config.data).vocab_size
     divisor = config.model.make_vocab_size_divisible_by

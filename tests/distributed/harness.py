@@ -171,13 +171,13 @@ def train(
     inspect: Callable[[Any], Any] | None = None,
 ) -> RankResult:
     """Run the program on this rank; arguments as for `run`."""
-    from megatron.packed.arguments import Config
+    from megatron.packed.arguments import config_from_flags
     from megatron.packed.data.builders import Datasets
     from megatron.packed.training import environment, setup
 
     result = RankResult()
     log = io.StringIO()
-    config = Config.from_flags(flags, os.environ)
+    config = config_from_flags(flags, os.environ)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(log))
         # The peak only scales the MFU of the log, and takes half a second.

@@ -90,11 +90,11 @@ def stream(
         state: where an earlier stream stopped, as JSON.
         every: micro-batches between states.
     """
-    from megatron.packed.arguments import Config
+    from megatron.packed.arguments import config_from_flags
     from megatron.packed.data.tokenizers import build_tokenizer
     from megatron.packed.training import data, environment, loop
 
-    config = Config.from_flags(flags, os.environ)
+    config = config_from_flags(flags, os.environ)
     this_process = environment.start(config)
     progress = loop.Progress()
     if state is not None:

@@ -28,12 +28,12 @@ def _weights(flags: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     from megatron.core.models.gpt import GPTModel
 
     from megatron.packed.accelerator import select_accelerator
-    from megatron.packed.arguments import Config
+    from megatron.packed.arguments import config_from_flags
     from megatron.packed.model.layer_specs import build_layer_spec
     from megatron.packed.model.transformer_config import build_transformer_config
 
     ours, _ = build_model(flags, double=False)
-    config = Config.from_flags(flags, os.environ)
+    config = config_from_flags(flags, os.environ)
     upstream_config = build_transformer_config(config)
     for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
         setattr(upstream_config, name, None)
@@ -74,7 +74,7 @@ def _counted_flops(flags: str) -> tuple[int, int, int]:
     """What torch's counter sees of a step, what ours says, and what ours says of attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron.packed.arguments import Config
+    from megatron.packed.arguments import config_from_flags
     from megatron.packed.training.flops import FlopsCounter
 
     model, _ = build_model(flags, double=False)
@@ -84,7 +84,7 @@ def _counted_flops(flags: str) -> tuple[int, int, int]:
         model(tokens, positions, None, labels=tokens).sum().backward()
     counts: dict[Any, int] = counter.get_flop_counts()["Global"]
     products = sum(count for operator, count in counts.items() if "attention" not in str(operator))
-    ours = FlopsCounter.from_config(Config.from_flags(flags, os.environ).model, model.vocab_size)
+    ours = FlopsCounter.from_config(config_from_flags(flags, os.environ).model, model.vocab_size)
     return products, ours.count(128, 2 * 64**2), ours.count(128, 2 * 64**2) - ours.count(128, -128)
 
 

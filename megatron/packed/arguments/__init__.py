@@ -15,6 +15,7 @@ from megatron.packed.arguments.model import KernelConfig, ModelConfig
 from megatron.packed.arguments.parallel import ParallelConfig, RuntimeConfig
 from megatron.packed.arguments.parser import CommandLineError, build_parser, parse_arguments
 from megatron.packed.arguments.report import config_report, replacement_report
+from megatron.packed.arguments.shorthand import config_from_flags, override
 from megatron.packed.arguments.training import (
     EvaluationConfig,
     OptimizationConfig,
@@ -40,7 +41,9 @@ __all__ = [
     "all_specs",
     "build_config",
     "build_parser",
+    "config_from_flags",
     "config_report",
+    "override",
     "parse_arguments",
     "replacement_report",
     "validate",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shlex
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,45 +70,6 @@ class Config:
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     replacements: tuple[Replacement, ...] = field(default=(), compare=False, repr=False)
-
-    @classmethod
-    def from_flags(
-        cls,
-        flags: str,
-        environ: Mapping[str, str] = types.MappingProxyType({}),
-        *,
-        accelerator: str | None = "cpu",
-    ) -> Config:
-        """Build a validated config from flags written as in a shell; for tests and benchmarks.
-
-        Args:
-            flags: For example `"--num-layers 2 --hidden-size 64"`.
-            environ: The launcher's variables (WORLD_SIZE, RANK, ...).
-            accelerator: What `--accelerator auto` means, see `validate`.
-
-        Raises:
-            ConfigurationError: As `parse_arguments` and `validate`.
-        """
-        from megatron.packed.arguments.parser import parse_arguments
-        from megatron.packed.arguments.validation import validate
-
-        return validate(parse_arguments(shlex.split(flags), environ), accelerator=accelerator)
-
-    def override(self, **values: Any) -> Config:
-        """Return a validated config with some fields set and everything derived anew.
-
-        Args:
-            **values: New values by field name, whichever group the field is in.
-
-        Raises:
-            ConfigurationError: A name is unknown, or the result breaks a rule.
-        """
-        from megatron.packed.arguments.validation import validate
-
-        given = {**self.given, **values}
-        sources = {dest: self.sources.get(dest, COMMAND_LINE) for dest in given}
-        known = self.runtime.accelerator if self.runtime.accelerator != "auto" else None
-        return validate(build_config(given, sources), accelerator=known)
 
     def get(self, dest: str) -> Any:
         """Return the value of a field by its name, whichever group it is in."""

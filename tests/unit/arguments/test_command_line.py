@@ -7,7 +7,12 @@ import sys
 
 import pytest
 
-from megatron.packed.arguments import CommandLineError, Config, all_specs, parse_arguments
+from megatron.packed.arguments import (
+    CommandLineError,
+    Config,
+    all_specs,
+    parse_arguments,
+)
 from megatron.packed.errors import ConfigurationError
 
 from .flags import MINIMAL
@@ -178,8 +183,8 @@ def test_help_is_grouped_and_shows_every_flag_with_its_default(
 def test_importing_and_help_are_quick_since_torch_stays_out() -> None:
     program = (
         "import sys, contextlib, io\n"
-        "from megatron.packed.arguments import Config, parse_arguments\n"
-        f"Config.from_flags({MINIMAL!r})\n"
+        "from megatron.packed.arguments import config_from_flags, parse_arguments\n"
+        f"config_from_flags({MINIMAL!r})\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
         "    parse_arguments(['--help'], {})\n"
         "heavy = {'torch', 'numpy', 'megatron.core'} & set(sys.modules)\n"

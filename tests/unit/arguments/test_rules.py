@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron.packed.arguments import Config, rules
+from megatron.packed.arguments import config_from_flags, override, rules
 from megatron.packed.errors import ConfigurationError
 
 from .flags import MINIMAL
@@ -278,7 +278,7 @@ BROKEN = [
 
 def refusal(flags: str, world_size: int = 1, accelerator: str = "cpu") -> str:
     with pytest.raises(ConfigurationError) as caught:
-        Config.from_flags(flags, {"WORLD_SIZE": str(world_size)}, accelerator=accelerator)
+        config_from_flags(flags, {"WORLD_SIZE": str(world_size)}, accelerator=accelerator)
     return str(caught.value)
 
 
@@ -303,7 +303,7 @@ def test_rules_on_data_without_mock_data() -> None:
 
 def test_a_rank_outside_the_job() -> None:
     with pytest.raises(ConfigurationError, match="RANK=2: must be less than WORLD_SIZE=2"):
-        Config.from_flags(MINIMAL, {"RANK": "2", "WORLD_SIZE": "2"})
+        config_from_flags(MINIMAL, {"RANK": "2", "WORLD_SIZE": "2"})
 
 
 def test_every_rule_is_listed_and_broken_by_some_test() -> None:
@@ -339,18 +339,18 @@ def test_a_refused_flag_is_refused_by_name(flag: str) -> None:
 
 
 def test_attention_dropout_is_fine_on_cuda() -> None:
-    config = Config.from_flags(f"{MINIMAL} --attention-dropout 0.1", accelerator="cuda")
+    config = config_from_flags(f"{MINIMAL} --attention-dropout 0.1", accelerator="cuda")
     assert config.model.attention_dropout == 0.1
 
 
 def test_values_set_in_code_are_checked_like_those_of_flags() -> None:
-    config = Config.from_flags(MINIMAL)
+    config = config_from_flags(MINIMAL)
     with pytest.raises(ConfigurationError, match="--num-layers 0: must be at least 1"):
-        config.override(num_layers=0)
+        override(config, num_layers=0)
     with pytest.raises(ConfigurationError, match="must be one of LayerNorm, RMSNorm"):
-        config.override(normalization="BatchNorm")
+        override(config, normalization="BatchNorm")
     with pytest.raises(ConfigurationError, match="no config field is called 'layers'"):
-        config.override(layers=3)
+        override(config, layers=3)
 
 
 @pytest.mark.parametrize(
@@ -394,4 +394,4 @@ def test_values_set_in_code_are_checked_like_those_of_flags() -> None:
     ],
 )
 def test_what_is_legal_passes(flags: str, world: int) -> None:
-    Config.from_flags(f"{MINIMAL} {flags}", {"WORLD_SIZE": str(world)})
+    config_from_flags(f"{MINIMAL} {flags}", {"WORLD_SIZE": str(world)})

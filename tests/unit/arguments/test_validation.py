@@ -11,7 +11,9 @@ import pytest
 from megatron.packed.arguments import (
     Config,
     all_specs,
+    config_from_flags,
     config_report,
+    override,
     parse_arguments,
     replacement_report,
     validate,
@@ -24,7 +26,7 @@ from .flags import MINIMAL
 
 def build(flags: str = "", world_size: int = 1, accelerator: str = "cpu") -> Config:
     environ = {"WORLD_SIZE": str(world_size)}
-    return Config.from_flags(f"{MINIMAL} {flags}", environ, accelerator=accelerator)
+    return config_from_flags(f"{MINIMAL} {flags}", environ, accelerator=accelerator)
 
 
 def test_derived_defaults() -> None:
@@ -64,8 +66,8 @@ def test_given_values_are_kept() -> None:
 
 def test_the_split_follows_the_kind_of_data() -> None:
     real = MINIMAL.replace("--mock-data", "")
-    assert Config.from_flags(f"{real} --data-path a").data.split == "969,30,1"
-    assert Config.from_flags(f"{real} --train-data-path a").data.split is None
+    assert config_from_flags(f"{real} --data-path a").data.split == "969,30,1"
+    assert config_from_flags(f"{real} --train-data-path a").data.split is None
 
 
 def test_packing_implies_what_it_does() -> None:
@@ -137,18 +139,18 @@ def test_an_explicit_accelerator_wins_over_the_machines() -> None:
 
 def test_override_derives_anew() -> None:
     config = build()
-    wider = config.override(hidden_size=128, tensor_model_parallel_size=2, world_size=2)
+    wider = override(config, hidden_size=128, tensor_model_parallel_size=2, world_size=2)
     assert wider.model.ffn_hidden_size == 512
     assert wider.model.kv_channels == 32
     assert wider.training.global_batch_size == 2
     assert config.model.hidden_size == 64
-    assert config.override() == config
+    assert override(config) == config
 
 
 def test_override_remembers_what_was_asked() -> None:
     config = build("--sequence-parallel")
     assert not config.parallel.sequence_parallel
-    two = config.override(tensor_model_parallel_size=2, world_size=2)
+    two = override(config, tensor_model_parallel_size=2, world_size=2)
     assert two.parallel.sequence_parallel
     assert two.replacements == ()
 

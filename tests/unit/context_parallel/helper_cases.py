@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron.packed.arguments import Config
+from megatron.packed.arguments import Config, config_from_flags
 from megatron.packed.attention.plans import LayerPlans
 from megatron.packed.context_parallel import ContextParallelHelper, build_context_parallel_helper
 from megatron.packed.context_parallel.context_parallel_helper import AnyHelper
@@ -52,7 +52,7 @@ def config_of(flags: str, cp_size: int, rank: int = 0) -> Config:
     """A validated configuration of `cp_size` context-parallel ranks and nothing beside."""
     tensor = 2 if "--tensor-model-parallel-size 2" in flags else 1
     environ = {"WORLD_SIZE": str(cp_size * tensor), "RANK": str(rank)}
-    return Config.from_flags(f"{MINIMAL} {flags} --context-parallel-size {cp_size}", environ)
+    return config_from_flags(f"{MINIMAL} {flags} --context-parallel-size {cp_size}", environ)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.packed.arguments import Config
+from megatron.packed.arguments import Config, config_from_flags
 
 MINIMAL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 "
@@ -13,4 +13,4 @@ MINIMAL = (
 
 def config(flags: str = "") -> Config:
     """A validated configuration on a CPU."""
-    return Config.from_flags(MINIMAL + flags, {})
+    return config_from_flags(MINIMAL + flags, {})
