@@ -8,10 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.packed.arguments.attention import AttentionConfig
+from megatron.packed.arguments.checkpoint import CheckpointConfig
 from megatron.packed.arguments.data import DataConfig, LoggingConfig, PackingConfig
 from megatron.packed.arguments.declare import FlagSpec, flag_specs
+from megatron.packed.arguments.faults import FaultsConfig
+from megatron.packed.arguments.loss import LossConfig
 from megatron.packed.arguments.model import KernelConfig, ModelConfig
+from megatron.packed.arguments.moe import MoEConfig
 from megatron.packed.arguments.parallel import ParallelConfig, RuntimeConfig
+from megatron.packed.arguments.pipeline import PipelineConfig
+from megatron.packed.arguments.schedule import ScheduleConfig
+from megatron.packed.arguments.sft import FineTuningConfig
 from megatron.packed.arguments.training import (
     EvaluationConfig,
     OptimizationConfig,
@@ -67,6 +75,14 @@ class Config:
     logging: LoggingConfig
     kernels: KernelConfig
     runtime: RuntimeConfig
+    attention: AttentionConfig
+    moe: MoEConfig
+    pipeline: PipelineConfig
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig
+    faults: FaultsConfig
+    loss: LossConfig
+    sft: FineTuningConfig
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     replacements: tuple[Replacement, ...] = field(default=(), compare=False, repr=False)
@@ -120,6 +136,14 @@ def config_groups() -> Mapping[str, type]:
         "logging": LoggingConfig,
         "kernels": KernelConfig,
         "runtime": RuntimeConfig,
+        "attention": AttentionConfig,
+        "moe": MoEConfig,
+        "pipeline": PipelineConfig,
+        "schedule": ScheduleConfig,
+        "checkpoint": CheckpointConfig,
+        "faults": FaultsConfig,
+        "loss": LossConfig,
+        "sft": FineTuningConfig,
     }
 
 
