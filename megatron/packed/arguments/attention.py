@@ -8,6 +8,6 @@ from typing import ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """How attention projects, scales and masks beyond plain heads: latent attention, windows, gates."""
+    """How attention projects, scales and masks: latent attention, windows, gates."""
 
     SECTION: ClassVar[str] = "attention"
