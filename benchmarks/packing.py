@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 
-from megatron.packed.context_parallel import make_partition, partition
+from megatron.packed.context_parallel import make_partition
 from megatron.packed.packing import (
     Alignment,
     PackedBatch,
@@ -37,6 +37,7 @@ from megatron.packed.packing import (
     packer_base,
     packer_workload,
     packers,
+    partition,
     plan,
     reference,
     rows,

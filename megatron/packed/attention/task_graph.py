@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.packed.context_parallel.partition import Partition
 from megatron.packed.packing import checks
+from megatron.packed.packing.partition import Partition
 
 Int64 = NDArray[np.int64]
 

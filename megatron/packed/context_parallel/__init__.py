@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         UlyssesContextParallelHelper,
         build_context_parallel_helper,
     )
-    from megatron.packed.context_parallel.partition import (
+    from megatron.packed.packing.partition import (
         Partition,
         inverse_permutation,
         make_partition,
@@ -36,12 +36,14 @@ __all__ = [
     "real_cu_seqlens_per_rank",
 ]
 
+_PARTITION = "megatron.packed.packing.partition"
+
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         from importlib import import_module
 
         is_helper = name.lower().replace("_", "").endswith("contextparallelhelper")
-        module = "context_parallel_helper" if is_helper else "partition"
-        return getattr(import_module(f"{__name__}.{module}"), name)
+        module = f"{__name__}.context_parallel_helper" if is_helper else _PARTITION
+        return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

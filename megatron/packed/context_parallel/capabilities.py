@@ -1,16 +1,13 @@
 """Which helper and which exchange a run's flags choose, and what each can do: one table.
 
-The rules on the command line, the helpers and `docs/context_parallel.md` all read it.
+The rules on the command line, the helpers and `docs/context_parallel.md` all read it. It imports
+nothing of this package, so that the command line, below everything, can have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron.packed.arguments import Config
 
 
 @dataclass(frozen=True)
@@ -169,15 +166,6 @@ def _helper_of(packed: bool, kinds: tuple[str, ...]) -> Capability:
     able = [each for each in choices if set(kinds) <= set(each.communications)]
     able = able or [each for each in choices if kinds[0] in each.communications] or choices
     return next((each for each in able if each.communications[0] in kinds), able[0])
-
-
-def select_for(config: Config) -> Selection:
-    """`select` by a run's configuration."""
-    return select(
-        config.packing.use_packed_sequence,
-        config.model.attention_backend,
-        config.parallel.cp_comm_type,
-    )
 
 
 def unsupported(selection: Selection) -> Iterator[str]:

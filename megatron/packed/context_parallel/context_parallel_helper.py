@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron.packed.arguments.exchange import select_for
 from megatron.packed.attention.plans import effective_chunk_size
-from megatron.packed.context_parallel.capabilities import select_for
 from megatron.packed.context_parallel.helper_base import (
     ContextParallelHelperBase,
     HelperSettings,
 )
-from megatron.packed.context_parallel.partition import Partition, make_partition
 from megatron.packed.data.bshd import BshdArrays, BshdBatch
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.packing.batch import PackedBatch
+from megatron.packed.packing.partition import Partition, make_partition
 from megatron.packed.packing.plan import PackPlan
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from megatron.packed.context_parallel.capabilities import (
     Selection,
     unsupported,
 )
-from megatron.packed.context_parallel.partition import Partition
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.packing.alignment import Alignment
+from megatron.packed.packing.partition import Partition
 
 BatchHook = Callable[[Any], Any]
 """Gets a batch that was cut; returns what takes its place, or None to leave it."""

@@ -117,7 +117,7 @@ class PackPlan:
         """One context-parallel rank's share, gathered straight from the raw rows.
 
         Args:
-            partition: a `megatron.packed.context_parallel.Partition` of this pack.
+            partition: a `packing.partition.Partition` of this pack.
             rank: context-parallel rank.
 
         Raises:

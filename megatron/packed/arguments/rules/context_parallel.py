@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from megatron.packed.arguments.config import Config
+from megatron.packed.arguments.exchange import select_for
 from megatron.packed.context_parallel.capabilities import (
     COMMUNICATIONS,
-    select_for,
     unsupported,
 )
 

@@ -20,9 +20,9 @@ from megatron.packed.attention.plans import (
 from megatron.packed.attention.plans.plan import AttentionPlan, Step
 from megatron.packed.attention.plans.schedule import schedule_steps
 from megatron.packed.attention.task_graph import Mask, build_blocks
-from megatron.packed.context_parallel.partition import Partition, make_partition
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.packing import checks
+from megatron.packed.packing.partition import Partition, make_partition
 
 Exchanges = Callable[[int, int | None], NDArray[np.int64]]
 

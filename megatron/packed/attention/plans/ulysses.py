@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.packed.attention.plans.plan import HeadExchange
-from megatron.packed.context_parallel.partition import Partition
+from megatron.packed.packing.partition import Partition
 
 DEFAULT_PARTITION_A2A = "contiguous"
 DEFAULT_PARTITION_HIERARCHICAL = "zigzag"
