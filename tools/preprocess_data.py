@@ -204,7 +204,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--tokenizer-type", required=True, choices=sorted(TOKENIZER_BUILDERS), help="Its kind."
     )
-    group.add_argument("--tokenizer-model", help="tokenizer.json, or a folder that holds one.")
+    group.add_argument(
+        "--tokenizer-model",
+        help="tokenizer.json or a folder that holds one, or a SentencePiece or tiktoken model.",
+    )
+    group.add_argument("--vocab-file", help="GPT-2's vocab.json.")
+    group.add_argument("--merge-file", help="GPT-2's merges.txt.")
+    group.add_argument("--vocab-extra-ids", type=int, default=0, help="SentencePieceTokenizer's.")
+    group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="TikTokenizer's.")
+    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, help="Its number.")
+    group.add_argument("--tiktoken-special-tokens", nargs="+", help="Their names.")
     group.add_argument("--vocab-size", type=int, help="Ids of NullTokenizer, EOD not counted.")
     group.add_argument("--eod-token", help="EOD, if the tokenizer's own files don't name it.")
     group.add_argument(

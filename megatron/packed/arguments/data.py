@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.packed.arguments.declare import derived, flag, required
+from megatron.packed.arguments.tokenizer import TokenizerFields
 
 STRATEGIES = (
     "rows",
@@ -14,11 +15,10 @@ STRATEGIES = (
     "windowed_best_fit",
     "greedy_workload",
 )
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(TokenizerFields):
     """Where tokens come from and how a row is cut from them."""
 
     SECTION: ClassVar[str] = "data and dataloader"
@@ -61,17 +61,6 @@ class DataConfig:
     eod_mask_loss: bool = flag(
         "No loss at end-of-document positions; always so with --use-packed-sequence.",
         default=False,
-    )
-
-    tokenizer_type: str = required("Kind of tokenizer.", choices=TOKENIZER_TYPES)
-    tokenizer_model: str | None = flag(
-        "tokenizer.json, or a folder that holds one.", section="tokenizer"
-    )
-    vocab_size: int | None = flag(
-        "Vocabulary before padding; NullTokenizer needs it.", section="tokenizer", at_least=1
-    )
-    eod_token: str | None = flag(
-        "End-of-document token, where the tokenizer's files name none.", section="tokenizer"
     )
 
     @property

@@ -15,7 +15,8 @@ from megatron.packed.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     import tokenizers
 
-USUAL_EOD_TOKENS = ("<|endoftext|>", "</s>")
+GPT2_EOD = "<|endoftext|>"
+USUAL_EOD_TOKENS = (GPT2_EOD, "</s>")
 
 
 class TokenizerOptions(Protocol):
@@ -29,6 +30,18 @@ class TokenizerOptions(Protocol):
     def vocab_size(self) -> int | None: ...
     @property
     def eod_token(self) -> str | None: ...
+    @property
+    def vocab_file(self) -> str | None: ...
+    @property
+    def merge_file(self) -> str | None: ...
+    @property
+    def vocab_extra_ids(self) -> int: ...
+    @property
+    def tiktoken_pattern(self) -> str | None: ...
+    @property
+    def tiktoken_num_special_tokens(self) -> int: ...
+    @property
+    def tiktoken_special_tokens(self) -> Sequence[str] | None: ...
 
 
 class PackedTokenizer(ABC):
@@ -69,6 +82,25 @@ class PackedTokenizer(ABC):
         Args:
             ids: ids in `[0, vocab_size)`.
         """
+
+    def tokenize_chat(self, text: str) -> list[int]:
+        """Ids of a piece of a rendered conversation.
+
+        Nothing is added in front, and names of special tokens are special tokens where the
+        tokenizer has them.
+
+        Args:
+            text: any string.
+        """
+        return self.tokenize(text)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its text; None where the vocabulary has none of that text.
+
+        Args:
+            token: text of one token, such as `<fim_prefix>`.
+        """
+        return None
 
 
 class ByteTokenizer(PackedTokenizer):
@@ -186,9 +218,17 @@ class HuggingFaceTokenizer(PackedTokenizer):
         clean = [encodable(text) for text in texts]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(clean)]
 
+    def tokenize_chat(self, text: str) -> list[int]:
+        """Ids of `text` without what the post-processor adds."""
+        return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token of the vocabulary."""
+        return self._tokenizer.token_to_id(token)
 
 
 def _build_byte(options: TokenizerOptions) -> PackedTokenizer:
@@ -207,16 +247,31 @@ def _build_null(options: TokenizerOptions) -> PackedTokenizer:
 def _build_hugging_face(options: TokenizerOptions) -> PackedTokenizer:
     if not options.tokenizer_model:
         raise ConfigurationError(
-            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model; "
+            f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model; "
             "give a tokenizer.json or a folder that holds one"
         )
     return HuggingFaceTokenizer(options.tokenizer_model, options.eod_token)
 
 
+def _from_vocabulary_files(builder: str) -> Callable[[TokenizerOptions], PackedTokenizer]:
+    def build(options: TokenizerOptions) -> PackedTokenizer:
+        from megatron.packed.data import vocabulary_files  # which builds on this module
+
+        return getattr(vocabulary_files, builder)(options)
+
+    return build
+
+
 TOKENIZER_BUILDERS: dict[str, Callable[[TokenizerOptions], PackedTokenizer]] = {
+    "GPT2BPETokenizer": _from_vocabulary_files("build_gpt2"),
+    "HuggingFaceTokenizer": _build_hugging_face,
+    "SFTTokenizer": _build_hugging_face,
+    "SentencePieceTokenizer": _from_vocabulary_files("build_sentencepiece"),
+    "GPTSentencePieceTokenizer": _from_vocabulary_files("build_sentencepiece"),
+    "Llama2Tokenizer": _from_vocabulary_files("build_sentencepiece"),
+    "TikTokenizer": _from_vocabulary_files("build_tiktoken"),
     "ByteTokenizer": _build_byte,
     "NullTokenizer": _build_null,
-    "HuggingFaceTokenizer": _build_hugging_face,
 }
 
 

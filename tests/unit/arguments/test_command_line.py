@@ -134,7 +134,7 @@ def test_missing_flags_are_listed_together() -> None:
         parse_arguments(["--num-layers", "2", "--lr", "1"], {})
     assert str(caught.value).startswith(
         "missing: --hidden-size, --num-attention-heads, --micro-batch-size, --train-iters, "
-        "--seq-length, --tokenizer-type; a run needs them"
+        "--seq-length; a run needs them"
     )
 
 

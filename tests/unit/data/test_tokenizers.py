@@ -27,6 +27,12 @@ def options(**flags: object) -> SimpleNamespace:
             "tokenizer_model": None,
             "vocab_size": None,
             "eod_token": None,
+            "vocab_file": None,
+            "merge_file": None,
+            "vocab_extra_ids": 0,
+            "tiktoken_pattern": None,
+            "tiktoken_num_special_tokens": 1000,
+            "tiktoken_special_tokens": None,
             **flags,
         }
     )
@@ -164,7 +170,7 @@ def test_bad_tokenizer_files(tmp_path: Path):
     "flags, message",
     [
         ({}, "--tokenizer-type is not given"),
-        ({"tokenizer_type": "Magic"}, "Magic is unknown; it must be one of ByteTokenizer"),
+        ({"tokenizer_type": "Magic"}, "Magic is unknown; it must be one of GPT2BPETokenizer"),
         ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "needs --vocab-size"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "needs --tokenizer-model"),
@@ -177,7 +183,9 @@ def test_bad_flags(flags: dict[str, object], message: str):
 
 def test_every_kind_has_what_the_data_path_asks_for(tmp_path: Path):
     folder = save_tokenizer(tmp_path, TOKENS)
-    for kind in TOKENIZER_BUILDERS:
+    # Those with files of their own kind are tested in test_vocabulary_files.py.
+    for kind in ("HuggingFaceTokenizer", "SFTTokenizer", "ByteTokenizer", "NullTokenizer"):
+        assert kind in TOKENIZER_BUILDERS
         tokenizer = build_tokenizer(
             options(tokenizer_type=kind, vocab_size=100, tokenizer_model=str(folder))
         )

@@ -6,6 +6,11 @@ import re
 from collections.abc import Iterator
 
 from megatron.packed.arguments.config import Config
+from megatron.packed.arguments.tokenizer import (
+    MODEL_FILE_TOKENIZERS,
+    OTHER_MODELS_TOKENIZERS,
+    TOKENIZER_TYPES,
+)
 
 
 def data_source(config: Config) -> Iterator[str]:
@@ -46,13 +51,27 @@ def split_proportions(config: Config) -> Iterator[str]:
 
 def tokenizer(config: Config) -> Iterator[str]:
     data = config.data
-    if data.tokenizer_type == "HuggingFaceTokenizer" and not data.tokenizer_model:
+    kind = data.tokenizer_type
+    asked = f"--tokenizer-type {kind}"
+    if kind in OTHER_MODELS_TOKENIZERS:
         yield (
-            "--tokenizer-type HuggingFaceTokenizer: needs --tokenizer-model, a tokenizer.json or "
-            "a folder that holds one"
+            f"{asked} is refused: it belongs to BERT or to models of images, which this program "
+            f"doesn't train; use one of {', '.join(TOKENIZER_TYPES)}"
         )
-    if data.tokenizer_type == "NullTokenizer" and data.vocab_size is None:
-        yield "--tokenizer-type NullTokenizer: needs --vocab-size, it has no vocabulary of its own"
+    elif kind in ("HuggingFaceTokenizer", "SFTTokenizer") and not data.tokenizer_model:
+        yield (f"{asked}: needs --tokenizer-model, a tokenizer.json or a folder that holds one")
+    elif kind in MODEL_FILE_TOKENIZERS and not data.tokenizer_model:
+        yield f"{asked}: needs --tokenizer-model, its model file"
+    elif kind == "GPT2BPETokenizer" and not (data.vocab_file and data.merge_file):
+        given = "" if config.is_given("tokenizer_type") else " (the default)"
+        yield (
+            f"{asked}{given}: needs --vocab-file and --merge-file, the vocab.json and merges.txt "
+            "of the corpus; or choose another --tokenizer-type"
+        )
+    if kind == "TikTokenizer" and data.tiktoken_pattern is None:
+        yield f"{asked}: needs --tiktoken-pattern, v1 or v2, whichever the vocabulary was made with"
+    if kind == "NullTokenizer" and data.vocab_size is None:
+        yield f"{asked}: needs --vocab-size, it has no vocabulary of its own"
 
 
 def experiment_name(config: Config) -> Iterator[str]:
