@@ -32,6 +32,7 @@ from megatron.packed.errors import ConfigurationError
 from megatron.packed.packing.batch import PackedBatch
 from megatron.packed.packing.partition import Partition, make_partition
 from megatron.packed.packing.plan import PackPlan
+from megatron.packed.packing.records import SegmentRecords
 
 if TYPE_CHECKING:
     from megatron.packed.arguments import Config
@@ -135,13 +136,21 @@ class _PackHelper(ContextParallelHelperBase):
         """This rank's share of `[1, T, ...]`, or of each tensor of a mapping."""
         return self._slice_each(tensors, lambda x: self.slice_thd(x, partition))
 
-    def pack(self, plan: PackPlan, rows: Any, *, mtp_depths: int = 0) -> PackedBatch:
+    def pack(
+        self,
+        plan: PackPlan,
+        rows: Any,
+        *,
+        mtp_depths: int = 0,
+        segments: SegmentRecords | None = None,
+    ) -> PackedBatch:
         """Gather this rank's share of a pack from its raw rows, and plan its attention.
 
         Args:
             plan: the pack, aligned to `alignment`.
             rows: the raw rows it was made from.
             mtp_depths: multi-token-prediction depths beyond the main loss.
+            segments: where each of the plan's segments comes from, if known.
 
         Returns:
             `[1, T / CP]` tensors; boundaries and counts are the whole pack's.
@@ -154,8 +163,9 @@ class _PackHelper(ContextParallelHelperBase):
             partition=partition,
             rank=self.cp_rank,
             attention=self.plans(plan.cu_seqlens, plan.cu_seqlens_padded, partition),
+            segments=segments,
         )
-        return batch if partition is None else self._cut(batch)
+        return self._cut(batch)
 
 
 class RingAttnContextParallelHelper(_PackHelper):

@@ -207,6 +207,8 @@ class ContextParallelHelperBase(ABC):
     def register_batch_sliced_hook(self, hook: BatchHook) -> None:
         """Call `hook` with every batch that `pack` has cut, where it is cut: in the workers.
 
+        One rank's share is the whole pack, and hooks see it too.
+
         Hooks run in the order they were registered; what one returns (unless None) goes on.
         """
         self._hooks.append(hook)

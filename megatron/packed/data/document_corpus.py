@@ -99,6 +99,20 @@ class DocumentCorpus:
         part = self.parts[place]
         return part, document - self._starts[place] + part.first
 
+    def places(self, documents: Int64) -> tuple[Int64, Int64]:
+        """The corpus of each document, and its number in that corpus's file.
+
+        Args:
+            documents: int64 `[n]`.
+
+        Returns:
+            Two int64 `[n]`: numbers in `parts`, and of documents.
+        """
+        starts = numpy.array(self._starts, dtype=numpy.int64)
+        place = numpy.searchsorted(starts[1:], documents, side="right")
+        first = numpy.array([part.first for part in self.parts], dtype=numpy.int64)
+        return place, documents - starts[place] + first[place]
+
     def read(self, document: int, offset: int, length: int) -> numpy.ndarray:
         """Read tokens of a document.
 

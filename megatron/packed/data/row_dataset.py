@@ -43,7 +43,9 @@ class RowMixin:
             `text` int64 `[S + 1]`, the last one being the extra label token; `length`, the real
             ids among them (the rest is tail padding); `document_ids` int64 `[documents]`, the
             sequences of the corpus the row is cut from, in order; `document_lengths` int64
-            `[documents]`, the real ids of each, the extra label token included.
+            `[documents]`, the real ids of each, the extra label token included;
+            `document_offset`, where in the first of them the row begins; `document_sizes` int64
+            `[documents]`, ids of each as stored.
 
         Raises:
             DataError: if a token id is outside the tokenizer's vocabulary.
@@ -66,6 +68,8 @@ class RowMixin:
             "length": length,
             "document_ids": document_ids,
             "document_lengths": document_lengths,
+            "document_offset": int(self.sample_index[self.shuffle_index[idx]][1]),
+            "document_sizes": self.dataset.sequence_lengths[document_ids].astype(numpy.int64),
         }
 
     def _document_lengths(self: Any, idx: int) -> numpy.ndarray:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.packed.packing.buffer import BufferLayout
 from megatron.packed.packing.plan import PackPlan, chunk_edges
+from megatron.packed.packing.records import SegmentRecords
 from megatron.packed.packing.views import PackStatistics, PartitionLike
 
 
@@ -53,6 +54,12 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
         partition: how this chunk is cut over context-parallel ranks; None when it is not.
         cp_rank: the rank whose share the local fields describe.
         attention: that rank's attention plans, made ahead of the step; None when it is not cut.
+        document_ids: int32 `[1, T_local]`, segment of each of this rank's tokens, -1 in padding.
+        token_weights: float64 `[n]`, what each token of a segment weighs in the objective.
+        segments: where each segment comes from, on the host.
+        segment_targets: int64 `[depths, n]` numpy, supervised positions of each segment over all
+            context-parallel ranks, for the main loss and each multi-token-prediction depth.
+        token_weights_host: float64 `[n]` numpy, `token_weights`.
     """
 
     cu_seqlens_host: NDArray[np.int32] = field(default_factory=_no_boundaries)
@@ -69,6 +76,11 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
     partition: PartitionLike | None = None
     cp_rank: int = 0
     attention: Any = None
+    document_ids: Tensor = None
+    token_weights: Tensor = None
+    segments: SegmentRecords = field(default_factory=lambda: SegmentRecords.unknown(0))
+    segment_targets: NDArray[np.int64] = field(default_factory=lambda: np.zeros((1, 0), np.int64))
+    token_weights_host: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     @property
     def pad_between_seqs(self) -> bool:
@@ -155,6 +167,12 @@ class PackedSeqParamsWithValidTokens(PackedSeqParams):
         chunk.chunk_index, chunk.num_chunks = index, num_chunks
         chunk.valid_local_token_mask = self.valid_local_token_mask[:, begin:end]
         chunk.position_ids = self.position_ids[:, begin:end]
+        ids = self.document_ids[:, begin:end]
+        chunk.document_ids = torch.where(ids < 0, ids, ids - first)
+        chunk.token_weights = self.token_weights[first:last]
+        chunk.token_weights_host = self.token_weights_host[first:last]
+        chunk.segments = self.segments[first:last]
+        chunk.segment_targets = self.segment_targets[:, first:last]
         return chunk
 
 
@@ -203,6 +221,7 @@ class PackedBatch:
         chunk_index: int = 0,
         num_chunks: int = 1,
         attention: Any = None,
+        segments: SegmentRecords | None = None,
     ) -> PackedBatch:
         """Gather everything a step reads.
 
@@ -215,7 +234,15 @@ class PackedBatch:
             chunk_index: which part of a larger pack the plan is, if `PackPlan.chunk` made it.
             num_chunks: parts of that larger pack.
             attention: plans of this rank's attention.
+            segments: where each of the plan's segments comes from; None where nobody knows.
+
+        Raises:
+            ValueError: for records of another number of segments.
         """
+        if segments is None:
+            segments = SegmentRecords.unknown(plan.num_segments)
+        if len(segments) != plan.num_segments:
+            raise ValueError(f"segments: {len(segments)} records for {plan.num_segments} segments")
         view = plan.full if partition is None else plan.local(partition, rank)
         layout = BufferLayout(
             num_tokens=view.num_tokens,
@@ -227,6 +254,11 @@ class PackedBatch:
         # longer than the gathers.
         host = np.empty(layout.num_bytes, dtype=np.uint8)
         view.write(rows, layout, host)
+        arrays = layout.arrays(host)
+        arrays["segment_records"][:] = segments.integers
+        for depth in range(layout.depths):
+            arrays["segment_targets"][depth] = plan.segment_targets(depth)
+        arrays["segment_weights"][:] = arrays["token_weights"][:] = segments.weights
         params = PackedSeqParamsWithValidTokens(
             qkv_format="thd",
             max_seqlen_q=plan.max_seqlen_padded,
@@ -243,6 +275,9 @@ class PackedBatch:
             partition=partition,
             cp_rank=rank,
             attention=attention,
+            segments=segments,
+            segment_targets=arrays["segment_targets"],
+            token_weights_host=arrays["token_weights"],
         )
         layout.write_header(
             host,
@@ -278,6 +313,11 @@ class PackedBatch:
             valid_tokens_per_row=arrays["valid_tokens_per_row"].copy(),
             partition=partition,
             attention=attention,
+            segments=SegmentRecords.from_arrays(
+                arrays["segment_records"].copy(), arrays["segment_weights"].copy()
+            ),
+            segment_targets=arrays["segment_targets"].copy(),
+            token_weights_host=arrays["token_weights"].copy(),
             **numbered,
         )
         first = len(_IN_HEADER)
@@ -308,13 +348,15 @@ class PackedBatch:
         params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = padded
         params.valid_local_token_mask = valid_mask
         params.position_ids = position_ids
+        document_ids = view("document_ids")
+        params.document_ids, params.token_weights = document_ids, view("token_weights")[0]
         return cls(
             tokens=view("tokens"),
             labels=labels[:1],
             loss_mask=weights[:1],
             position_ids=position_ids,
             valid_mask=valid_mask,
-            document_ids=view("document_ids"),
+            document_ids=document_ids,
             mtp_labels=list(labels[1:].split(1)) if layout.depths > 1 else [],
             mtp_loss_masks=list(weights[1:].split(1)) if layout.depths > 1 else [],
             packed_seq_params=params,
@@ -371,5 +413,6 @@ _TORCH_DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
     np.dtype(np.bool_): torch.bool,
 }

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.packed.packing.records import INTEGER_FIELDS
+
 HEADER_WORDS = 32
 _MAGIC = 0x4B434150  # "PACK"
 _ALIGN = 64
-_INT64, _INT32, _FLOAT32, _BOOL = map(np.dtype, (np.int64, np.int32, np.float32, np.bool_))
+_INT64, _INT32, _BOOL = map(np.dtype, (np.int64, np.int32, np.bool_))
+_FLOAT32, _FLOAT64 = map(np.dtype, (np.float32, np.float64))
 
 
 class Section(NamedTuple):
@@ -60,6 +63,10 @@ class BufferLayout:
             ("valid_mask", _BOOL, (t,)),
             ("cu_seqlens", _INT32, (n + 1,)),
             ("cu_seqlens_padded", _INT32, (n + 1,)),
+            ("segment_records", _INT64, (len(INTEGER_FIELDS), n)),
+            ("segment_targets", _INT64, (d, n)),
+            ("segment_weights", _FLOAT64, (n,)),
+            ("token_weights", _FLOAT64, (n,)),
             ("valid_tokens_per_row", _INT64, (self.num_rows,)),
         ]
         result = {}

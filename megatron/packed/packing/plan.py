@@ -161,11 +161,14 @@ class PackPlan:
             result.append(replace(part, whole_pack_valid_tokens=self.whole_pack_valid_tokens))
         return result
 
+    def segment_targets(self, depth: int = 0) -> Int64:
+        """Positions of each segment with a target of this depth: int64 `[n]`."""
+        shift = 1 + checks.integer("depth", depth, 0)
+        return np.maximum(np.minimum(self.extents - shift, self.lengths), 0)
+
     def supervised_tokens(self, depth: int = 0) -> int:
         """Positions with a target of this depth."""
-        shift = 1 + checks.integer("depth", depth, 0)
-        held = np.minimum(self.extents - shift, self.lengths)
-        return int(np.maximum(held, 0).sum())
+        return int(self.segment_targets(depth).sum())
 
     @cached_property
     def statistics(self) -> PackStatistics:

@@ -36,7 +36,12 @@ from megatron.packed.packing import (
     build_pack_plan,
 )
 from megatron.packed.training.environment import Environment
-from megatron.packed.training.packs import DocumentCollator, PackBatches, pack_share
+from megatron.packed.training.packs import (
+    DocumentCollator,
+    PackBatches,
+    pack_share,
+    segments_of_rows,
+)
 from megatron.packed.training.sharing import HostBatch, next_shared
 
 # No token has this id: rows say by position what is padding.
@@ -126,7 +131,8 @@ class PackingCollator:
         alignment: multiples that the parallel layout needs.
         capacity: tokens every pack is padded to, so that pipeline stages know its shape.
         by_index: documents end where the corpus's index says, whatever the tokens are.
-        helper: cuts packs over context-parallel ranks; None with one.
+        helper: cuts packs over context-parallel ranks; None with one and no hooks.
+        mtp_depths: multi-token-prediction depths beyond the main loss.
     """
 
     eod_id: int
@@ -134,6 +140,7 @@ class PackingCollator:
     capacity: int | None
     by_index: bool = False
     helper: AnyHelper | None = None
+    mtp_depths: int = 0
 
     def __call__(self, samples: list[dict[str, Any]]) -> PackedBatch:
         """Pack samples `{"text": int64 [S + 1], "length": int}`.
@@ -162,7 +169,13 @@ class PackingCollator:
             )
         except ValueError as error:
             raise DataError(str(error)) from error
-        return pack_share(plan, rows, self.helper)
+        return pack_share(
+            plan,
+            rows,
+            self.helper,
+            mtp_depths=self.mtp_depths,
+            segments=segments_of_rows(plan, samples),
+        )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from megatron.packed.packing import (
     PackPlan,
     build_document_packer,
 )
+from megatron.packed.packing.records import SegmentRecords
 from megatron.packed.packing.sequence import NumberedPack, PackSequence
 from megatron.packed.training.flops import FlopsCounter
 
@@ -87,32 +88,95 @@ class PackReader:
 
     Args:
         corpus: where the documents are.
+        longest: tokens that a longer document is cut to; None where none is cut short.
     """
 
-    def __init__(self, corpus: DocumentCorpus) -> None:
+    def __init__(self, corpus: DocumentCorpus, longest: int | None = None) -> None:
         self.corpus = corpus
+        self.longest = longest
 
     def __len__(self) -> int:
         return len(self.corpus)
 
     def __getitem__(self, numbered: NumberedPack) -> dict[str, Any]:
-        """`pack`, and `text` int64 `[tokens]`: its pieces end to end, each with its lookahead."""
+        """`pack`, the `segments` it is made of, and their tokens.
+
+        `text` int64 `[tokens]` has the pieces end to end, each with its lookahead.
+        """
         pack = numbered.pack
-        return {"pack": pack, "text": pack.read(self.corpus.read)}
+        segments = segments_of_pack(pack, self.corpus, self.longest)
+        return {"pack": pack, "text": pack.read(self.corpus.read), "segments": segments}
 
 
-def pack_share(plan: PackPlan, rows: Any, helper: AnyHelper | None) -> PackedBatch:
+def pack_share(
+    plan: PackPlan,
+    rows: Any,
+    helper: AnyHelper | None,
+    *,
+    mtp_depths: int = 0,
+    segments: SegmentRecords | None = None,
+) -> PackedBatch:
     """The batch of a plan: all of it, or what this context-parallel rank's helper cuts out.
 
     Args:
         plan: the pack.
         rows: the raw rows it was made from.
-        helper: the run's helper of packs; None with one rank.
+        helper: the run's helper of packs; None with one rank and no hooks.
+        mtp_depths: multi-token-prediction depths beyond the main loss.
+        segments: where the segments of the rows come from.
     """
+    if not segments:
+        segments = None  # a pack without a token has one empty segment
     if helper is None:
-        return PackedBatch.from_plan(plan, rows)
+        return PackedBatch.from_plan(plan, rows, mtp_depths=mtp_depths, segments=segments)
     assert not isinstance(helper, ContextParallelHelper)  # the one for rows
-    return helper.pack(plan, rows)
+    return helper.pack(plan, rows, mtp_depths=mtp_depths, segments=segments)
+
+
+def segments_of_pack(
+    pack: DocumentPack, corpus: DocumentCorpus, longest: int | None
+) -> SegmentRecords:
+    """Where the pieces of a pack come from.
+
+    Args:
+        pack: pieces of the corpus's documents.
+        corpus: where they are.
+        longest: tokens that a longer document is cut to; None where none is cut short.
+    """
+    datasets, numbers = corpus.places(pack.documents)
+    # All but the last token of a document have a target, the last one of a cut one too.
+    targets = np.maximum(corpus.lengths[pack.documents] - 1, 0)
+    if longest is not None:
+        targets = np.minimum(targets, longest)
+    weights = np.ones(len(targets))
+    return SegmentRecords(datasets, numbers, pack.offsets.copy(), targets, weights)
+
+
+def segments_of_rows(plan: PackPlan, samples: list[dict[str, Any]]) -> SegmentRecords | None:
+    """Where the segments of packed rows come from; None where the samples don't say.
+
+    Args:
+        plan: the pack of the rows.
+        samples: of a `RowDataset`, in the plan's order; `dataset_id` and `document_weights`
+            float64 `[documents]` where there are any.
+    """
+    if not all("document_sizes" in sample for sample in samples):
+        return None
+    records = SegmentRecords.unknown(plan.num_segments)
+    for row, sample in enumerate(samples):
+        mine = np.flatnonzero(plan.rows == row)
+        ends = np.cumsum(sample["document_lengths"])
+        begins = ends - sample["document_lengths"]
+        begins[0] -= sample["document_offset"]
+        place = np.searchsorted(ends, plan.offsets[mine], side="right")
+        place = np.minimum(place, len(ends) - 1)  # an empty segment of a row of padding
+        records.datasets[mine] = sample.get("dataset_id", 0)
+        records.documents[mine] = sample["document_ids"][place]
+        records.offsets[mine] = plan.offsets[mine] - begins[place]
+        records.targets[mine] = np.maximum(sample["document_sizes"][place] - 1, 0)
+        if "document_weights" in sample:
+            records.weights[mine] = sample["document_weights"][place]
+    return records
 
 
 @dataclass(frozen=True)
@@ -122,12 +186,14 @@ class DocumentCollator:
     Attributes:
         alignment: multiples that the parallel layout needs.
         capacity: tokens every micro-batch is padded to; None pads no further than the alignment.
-        helper: cuts packs over context-parallel ranks; None with one.
+        helper: cuts packs over context-parallel ranks; None with one and no hooks.
+        mtp_depths: multi-token-prediction depths beyond the main loss.
     """
 
     alignment: Alignment
     capacity: int | None
     helper: AnyHelper | None = None
+    mtp_depths: int = 0
 
     def __call__(self, samples: list[dict[str, Any]]) -> PackedBatch:
         """Pack samples of a `PackReader`.
@@ -146,7 +212,14 @@ class DocumentCollator:
             )
         except ValueError as error:
             raise DataError(str(error)) from error
-        return pack_share(plan, np.concatenate([each["text"] for each in samples]), self.helper)
+        segments = [each["segments"] for each in samples if "segments" in each]
+        return pack_share(
+            plan,
+            np.concatenate([each["text"] for each in samples]),
+            self.helper,
+            mtp_depths=self.mtp_depths,
+            segments=SegmentRecords.concatenate(segments),
+        )
 
 
 class PackBatches(Iterator[PackedBatch]):
@@ -246,6 +319,8 @@ def build_pack_batches(
         pin_memory: page-lock batches for copies to a GPU.
     """
     consumed = sequence.number
+    stream = sequence.packer.stream
+    longest = stream.capacity if stream.overlong == "truncate" else None
     sampler = PackSampler(sequence, share)
-    batches = build_loader(PackReader(corpus), sampler, collator, num_workers, pin_memory)
+    batches = build_loader(PackReader(corpus, longest), sampler, collator, num_workers, pin_memory)
     return PackBatches(batches, sequence, share, consumed)
