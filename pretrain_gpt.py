@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron.packed.arguments import parse_arguments, validate
+from megatron.packed.arguments import config_report, parse_arguments, validate
 from megatron.packed.cli import user_errors
 
 
 def main() -> None:
     """Read the command line, build the run, train, evaluate."""
     config = validate(parse_arguments(sys.argv[1:], os.environ))
+    if config.runtime.print_config:
+        if config.parallel.rank == 0:
+            print(config_report(config, everything=True))
+        return
 
     # torch loads once the command line is known to be right, megatron-core once the environment
     # has prepared this process for it.

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from megatron.packed.arguments import CommandLineError
+from megatron.packed.arguments import CommandLineError, ConfigFileError
 from megatron.packed.errors import ConfigurationError, DataError, TrainingError
 
 EXIT_FAILURE = 1
@@ -36,7 +36,7 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ConfigurationError, DataError) as error:
-        usage = isinstance(error, CommandLineError)
+        usage = isinstance(error, (CommandLineError, ConfigFileError))
         _leave(f"error: {error}", EXIT_USAGE if usage else EXIT_FAILURE)
     except TrainingError as error:
         _leave(f"error: {error}", EXIT_FAILURE)

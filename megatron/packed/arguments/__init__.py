@@ -9,6 +9,7 @@ them. Nothing here imports torch or megatron-core, so `--help` and a bad flag an
 from __future__ import annotations
 
 from megatron.packed.arguments.config import Config, Replacement, all_specs, build_config
+from megatron.packed.arguments.config_file import ConfigFileError
 from megatron.packed.arguments.data import DataConfig, LoggingConfig, PackingConfig
 from megatron.packed.arguments.declare import FlagSpec
 from megatron.packed.arguments.model import KernelConfig, ModelConfig
@@ -26,6 +27,7 @@ from megatron.packed.arguments.validation import validate
 __all__ = [
     "CommandLineError",
     "Config",
+    "ConfigFileError",
     "DataConfig",
     "EvaluationConfig",
     "FlagSpec",

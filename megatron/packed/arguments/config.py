@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.packed.arguments.acceleration import AccelerationConfig
 from megatron.packed.arguments.attention import AttentionConfig
 from megatron.packed.arguments.checkpoint import CheckpointConfig
+from megatron.packed.arguments.core import build_core_group, given_core_values
 from megatron.packed.arguments.data import DataConfig, LoggingConfig, PackingConfig
 from megatron.packed.arguments.declare import FlagSpec, flag_specs
+from megatron.packed.arguments.elsewhere import ElsewhereConfig
 from megatron.packed.arguments.faults import FaultsConfig
+from megatron.packed.arguments.linear_attention import LinearAttentionConfig
 from megatron.packed.arguments.loss import LossConfig
 from megatron.packed.arguments.model import KernelConfig, ModelConfig
 from megatron.packed.arguments.moe import MoEConfig
@@ -28,6 +32,7 @@ from megatron.packed.arguments.training import (
 from megatron.packed.errors import ConfigurationError
 
 COMMAND_LINE = "command line"
+CONFIG_FILE = "config file"
 ENVIRONMENT = "environment"
 DERIVED = "derived"
 REPLACED = "replaced"
@@ -43,12 +48,41 @@ class Replacement:
         asked: The value asked for, as text.
         used: What runs instead, as text.
         why: One clause.
+        exact_spelling: The same setting under another name: nothing is replaced.
     """
 
     flag: str
     asked: str
     used: str
     why: str
+    exact_spelling: bool = False
+
+
+HAND_WRITTEN: Mapping[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "training": TrainingConfig,
+    "optimization": OptimizationConfig,
+    "data": DataConfig,
+    "packing": PackingConfig,
+    "evaluation": EvaluationConfig,
+    "logging": LoggingConfig,
+    "kernels": KernelConfig,
+    "runtime": RuntimeConfig,
+    "attention": AttentionConfig,
+    "linear_attention": LinearAttentionConfig,
+    "moe": MoEConfig,
+    "pipeline": PipelineConfig,
+    "schedule": ScheduleConfig,
+    "checkpoint": CheckpointConfig,
+    "faults": FaultsConfig,
+    "loss": LossConfig,
+    "sft": FineTuningConfig,
+    "acceleration": AccelerationConfig,
+    "elsewhere": ElsewhereConfig,
+}
+CoreConfig = build_core_group(HAND_WRITTEN)
+CoreConfig.__module__ = __name__  # where pickle finds it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +93,10 @@ class Config:
     in a validated config all of them hold a value.
 
     Attributes:
+        core: Settings that megatron-core declares and no other group does; see `core_values`.
         given: What the user and the launcher set, by field name, before anything is derived.
-        sources: Where the value of a field came from (`command line`, `environment`, `derived`,
-            `replaced`), by field name; absent means its default.
+        sources: Where the value of a field came from (`command line`, `config file`,
+            `environment`, `derived`, `replaced`), by field name; absent means its default.
         replacements: What `validate` replaced by an equivalent, and why.
     """
 
@@ -83,6 +118,10 @@ class Config:
     faults: FaultsConfig
     loss: LossConfig
     sft: FineTuningConfig
+    linear_attention: LinearAttentionConfig
+    acceleration: AccelerationConfig
+    elsewhere: ElsewhereConfig
+    core: Any
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     replacements: tuple[Replacement, ...] = field(default=(), compare=False, repr=False)
@@ -112,6 +151,14 @@ class Config:
         sources = {**self.sources, **({d: source for d in values} if source else {})}
         return dataclasses.replace(self, **changed, sources=sources)
 
+    def core_values(self, accepted: Iterable[str]) -> dict[str, Any]:
+        """Return what the user set of megatron-core's own settings, for one of its configs.
+
+        Args:
+            accepted: Field names of the config that is built.
+        """
+        return given_core_values(all_specs().values(), self.given, self.core, accepted)
+
     @property
     def device_type(self) -> str:
         """`cuda` or `cpu`; known once the config is validated with an accelerator."""
@@ -125,26 +172,7 @@ class Config:
 @functools.cache
 def config_groups() -> Mapping[str, type]:
     """Return the dataclass of each group by its attribute name on `Config`."""
-    return {
-        "model": ModelConfig,
-        "parallel": ParallelConfig,
-        "training": TrainingConfig,
-        "optimization": OptimizationConfig,
-        "data": DataConfig,
-        "packing": PackingConfig,
-        "evaluation": EvaluationConfig,
-        "logging": LoggingConfig,
-        "kernels": KernelConfig,
-        "runtime": RuntimeConfig,
-        "attention": AttentionConfig,
-        "moe": MoEConfig,
-        "pipeline": PipelineConfig,
-        "schedule": ScheduleConfig,
-        "checkpoint": CheckpointConfig,
-        "faults": FaultsConfig,
-        "loss": LossConfig,
-        "sft": FineTuningConfig,
-    }
+    return {**HAND_WRITTEN, "core": CoreConfig}
 
 
 @functools.cache

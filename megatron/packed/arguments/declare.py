@@ -19,6 +19,7 @@ from typing import Any
 
 METADATA_KEY = "flag"
 KEEP = "keep"  # a replaced flag whose value stays as asked, since other parts read it
+EVERYWHERE = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class FlagSpec:
         environment: The launcher's variable that fills the field.
         replaced: What happens on hardware that answers the flag with an equivalent.
         refused: Why the flag can't be honoured; it then parses, to be refused by name.
+        refused_on: Where it is refused.
+        passed_on: megatron-core declares the flag and reads it; nothing here knows it.
         help: One or two sentences.
     """
 
@@ -104,6 +107,8 @@ class FlagSpec:
     environment: str | None
     replaced: Replaced | None
     refused: str | None
+    refused_on: tuple[str, ...]
+    passed_on: bool
     help: str
 
     @property
@@ -117,8 +122,12 @@ class FlagSpec:
 
     @property
     def disposition(self) -> str:
-        """`refused`, `replaced` (on some hardware) or `honoured`."""
-        return "refused" if self.refused else "replaced" if self.replaced else "honoured"
+        """`refused` or `replaced` (on some hardware), `passed on` or `honoured`."""
+        if self.refused:
+            return "refused"
+        if self.replaced:
+            return "replaced"
+        return "passed on" if self.passed_on else "honoured"
 
     def violated_by(self, value: Any) -> str | None:
         """Return the rule a value breaks, by choice or by bounds, in words, or None.
@@ -145,6 +154,8 @@ def flag(
     section: str | None = None,
     replaced: Replaced | None = None,
     refused: str | None = None,
+    refused_on: tuple[str, ...] = EVERYWHERE,
+    passed_on: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -161,6 +172,8 @@ def flag(
         section: Heading in `--help`, where it differs from the group's.
         replaced: See `FlagSpec`.
         refused: See `FlagSpec`.
+        refused_on: See `FlagSpec`.
+        passed_on: See `FlagSpec`.
         at_least: Smallest legal number.
         above: Number the value must exceed.
         at_most: Largest legal number.
@@ -175,6 +188,8 @@ def flag(
         section=section,
         replaced=replaced,
         refused=refused,
+        refused_on=refused_on,
+        passed_on=passed_on,
         bounds=Bounds(at_least, above, at_most, below),
     )
 
@@ -248,6 +263,8 @@ def flag_specs(group_class: type, group: str, section: str) -> Iterator[FlagSpec
             environment=metadata.get("environment"),
             replaced=metadata.get("replaced"),
             refused=metadata.get("refused"),
+            refused_on=metadata.get("refused_on", EVERYWHERE),
+            passed_on=metadata.get("passed_on", False),
             help=metadata["help"],
         )
 

@@ -197,9 +197,8 @@ class KernelConfig:
         replaced=Replaced("the fused kernel needs CUDA", "megatron-core's plain one", False),
     )
     use_flash_attn: bool = flag(
-        "Use flash attention; older spelling of --attention-backend flash.",
+        "Older spelling of --attention-backend flash.",
         default=False,
-        replaced=Replaced("a CPU has one attention engine, exact for all", EXACT_ATTENTION),
     )
     use_mcore_models: bool = flag(
         "Use megatron-core's models; they are the only ones here.", default=False

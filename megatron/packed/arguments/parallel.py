@@ -102,3 +102,12 @@ class RuntimeConfig:
     threads: int = derived(
         "cores / processes on the node", "Threads of each process on a CPU.", at_least=1
     )
+    config_file: str | None = flag(
+        "YAML file of settings by flag or field name; flags on the command line win."
+    )
+    print_config: bool = flag(
+        "Print every setting and where it came from, and stop there.", default=False
+    )
+    strict_flags: bool = flag(
+        "Stop if a flag is answered by an equivalent on this hardware.", default=False
+    )

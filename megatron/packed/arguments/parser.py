@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 
 from megatron.packed.arguments.config import (
     COMMAND_LINE,
+    CONFIG_FILE,
     ENVIRONMENT,
     Config,
     all_specs,
     build_config,
 )
+from megatron.packed.arguments.config_file import read_config_file
 from megatron.packed.arguments.declare import FlagSpec
 from megatron.packed.errors import ConfigurationError
 
@@ -30,7 +32,9 @@ class CommandLineError(ConfigurationError):
 
 
 def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
-    """Read the command line and the launcher's environment into a config.
+    """Read the command line, its --config-file and the launcher's environment into a config.
+
+    Flags on the command line win over the file, which wins over defaults.
 
     Args:
         argv: Arguments without the program's name.
@@ -42,10 +46,15 @@ def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
     Raises:
         CommandLineError: A flag is unknown, lacks its value or has a bad one, or required flags
             are missing.
+        ConfigFileError: The same of the file.
         SystemExit: With code 0 after `--help`.
     """
     values = read_command_line(argv)
     sources = {dest: COMMAND_LINE for dest in values}
+    if path := values.get("config_file"):
+        from_file = read_config_file(path, _convert)
+        sources = {**dict.fromkeys(from_file, CONFIG_FILE), **sources}
+        values = {**from_file, **values}
     for dest, value in read_environment(environ).items():
         values[dest] = value
         sources[dest] = ENVIRONMENT

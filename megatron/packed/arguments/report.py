@@ -8,18 +8,22 @@ from megatron.packed.arguments.config import DEFAULT, Config, all_specs
 from megatron.packed.arguments.validation import show
 
 
-def config_report(config: Config) -> str:
+def config_report(config: Config, *, everything: bool = False) -> str:
     """Return aligned lines `group  field  value  from` of every value that isn't a default.
 
     Kernel choices that nobody made are left out, and so is this process's place among the others.
 
     Args:
         config: Parsed or validated.
+        everything: Leave nothing out.
     """
     rows = []
     for dest, spec in all_specs().items():
         value = config.get(dest)
         source = config.sources.get(dest, DEFAULT)
+        if everything:
+            rows.append((spec.group, dest, "unset" if value is None else show(value), source))
+            continue
         if spec.environment or (spec.group == "kernels" and not config.is_given(dest)):
             continue
         if value != spec.default and value is not None:

@@ -8,7 +8,12 @@ from typing import Any
 
 from megatron.packed.arguments.config import DERIVED, REPLACED, Config, Replacement, all_specs
 from megatron.packed.arguments.declare import KEEP
-from megatron.packed.arguments.rules import check_hardware_rules, check_rules, check_values
+from megatron.packed.arguments.rules import (
+    check_hardware_rules,
+    check_rules,
+    check_strictness,
+    check_values,
+)
 
 
 def validate(config: Config, *, accelerator: str | None = None) -> Config:
@@ -31,7 +36,12 @@ def validate(config: Config, *, accelerator: str | None = None) -> Config:
     if config.runtime.accelerator == "auto":
         config = config.with_values({"accelerator": accelerator or _detect_accelerator()}, DERIVED)
     check_hardware_rules(config)
-    return _replace(config)
+    config = _replace(config)
+    check_strictness(config)
+    return config
+
+
+_UNTRIED = "a setting of this megatron-core that no test here covers"
 
 
 def _detect_accelerator() -> str:
@@ -93,6 +103,7 @@ def _follow_upstream(config: Config) -> Config:
         implied["accumulate_allreduce_grads_in_fp32"] = True
     if config.kernels.use_flash_attn and model.attention_backend == "auto":
         implied["attention_backend"] = "flash"
+    config = _other_spellings(config)
     if training.recompute_activations:
         implied["recompute_granularity"] = "selective"
     if config.packing.use_packed_sequence:
@@ -110,6 +121,29 @@ def _follow_upstream(config: Config) -> Config:
     )
 
 
+def _other_spellings(config: Config) -> Config:
+    """Follow flags that are spelled otherwise elsewhere, and say so."""
+    elsewhere = config.elsewhere
+    means_packing = {
+        "use_packed_sequences": elsewhere.use_packed_sequences,
+        "packed_seq_cu_seqlens_style": elsewhere.packed_seq_cu_seqlens_style is not None,
+        "dataloader_inter_document_masking": elsewhere.dataloader_inter_document_masking,
+    }
+    spelled = {dest: "--use-packed-sequence" for dest, asked in means_packing.items() if asked}
+    if spelled:
+        config = config.with_values({"use_packed_sequence": True}, DERIVED)
+    if config.kernels.use_flash_attn:
+        spelled["use_flash_attn"] = "--attention-backend flash"
+    rows = tuple(
+        Replacement(
+            all_specs()[dest].name, show(config.get(dest)), meaning, "the same, spelled here", True
+        )
+        for dest, meaning in spelled.items()
+    )
+    kept = tuple(row for row in config.replacements if row not in rows)
+    return dataclasses.replace(config, replacements=kept + rows)
+
+
 def _substitute(config: Config, dest: str, value: Any, why: str, used: str | None = None) -> Config:
     """Set a field and, where the user had asked for another value, say so in `replacements`."""
     spec = all_specs()[dest]
@@ -123,6 +157,8 @@ def _replace(config: Config) -> Config:
     """Swap what this hardware answers by an exact equivalent, listing what the user asked for."""
     for dest, spec in all_specs().items():
         replaced = spec.replaced
+        if spec.passed_on and config.is_given(dest) and config.get(dest) != spec.default:
+            config = _substitute(config, dest, KEEP, _UNTRIED, "as megatron-core does")
         if replaced is None or config.runtime.accelerator not in replaced.accelerators:
             continue
         value = config.get(dest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -99,7 +101,9 @@ def wrap_for_training(
             # The training step looks itself, and tells every rank: core's own check raises on the
             # rank that has the NaN while its peers wait in a collective.
             check_for_nan_in_grad=False,
-            average_in_collective=False,
+            **config.core_values(
+                field.name for field in dataclasses.fields(DistributedDataParallelConfig)
+            ),
         ),
         module=model,
         disable_bucketing=not overlap,

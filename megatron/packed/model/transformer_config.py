@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -107,4 +108,5 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         apply_rope_fusion=False,
         batch_p2p_comm=False,
         **_activation(config),
+        **config.core_values(field.name for field in dataclasses.fields(TransformerConfig)),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -34,6 +36,7 @@ def build_optimizer(
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_param_gather=config.parallel.overlap_param_gather,
             log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+            **config.core_values(field.name for field in dataclasses.fields(OptimizerConfig)),
         ),
         model,
         use_gloo_process_groups=accelerator.name == "cuda",

@@ -123,6 +123,35 @@ def test_a_cpu_replaces_what_needs_cuda_and_says_so_if_asked() -> None:
     assert any(row.split()[:3] == ["--distributed-backend", "nccl", "gloo"] for row in table)
 
 
+def test_strict_flags_turn_every_replacement_into_an_error() -> None:
+    asked = "--strict-flags --overlap-grad-reduce --use-megatron-fsdp"
+    with pytest.raises(ConfigurationError) as caught:
+        build(asked)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert any("--overlap-grad-reduce on: would be replaced by reduction after" in x for x in lines)
+    assert any("--use-megatron-fsdp on: would be replaced by Distributed" in x for x in lines)
+    assert build("--strict-flags --use-packed-sequences").packing.use_packed_sequence
+
+
+@pytest.mark.parametrize(
+    ("flags", "meaning"),
+    [
+        ("--use-packed-sequences", "--use-packed-sequence"),
+        ("--packed-seq-cu-seqlens-style flash_attn", "--use-packed-sequence"),
+        ("--dataloader-inter-document-masking", "--use-packed-sequence"),
+        ("--use-flash-attn", "--attention-backend flash"),
+    ],
+)
+def test_other_spellings_are_followed_and_announced(flags: str, meaning: str) -> None:
+    config, plain = build(flags), build(meaning)
+    assert config.packing == plain.packing and config.training == plain.training
+    assert config.model == plain.model
+    row = next(row for row in config.replacements if row.flag == flags.split()[0])
+    assert (row.used, row.exact_spelling) == (meaning, True)
+    assert validate(config).replacements == config.replacements
+
+
 def test_cuda_keeps_what_was_asked() -> None:
     config = build("--overlap-grad-reduce --no-rope-fusion", accelerator="cuda")
     assert config.parallel.distributed_backend == "nccl"
@@ -190,7 +219,7 @@ def test_every_flag_has_help_and_a_type_the_parser_knows() -> None:
         assert spec.help.endswith("."), spec.dest
         assert spec.value_type in (bool, int, float, str), spec.dest
         assert not (spec.negative and spec.default is not True), spec.dest
-        assert spec.disposition in ("honoured", "replaced", "refused")
+        assert spec.disposition in ("honoured", "replaced", "refused", "passed on")
 
 
 def test_declarations_read_back() -> None:

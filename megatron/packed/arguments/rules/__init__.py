@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron.packed.arguments.config import Config, all_specs
+from megatron.packed.arguments.declare import EVERYWHERE, FlagSpec
 from megatron.packed.arguments.rules import (
     context_parallel,
     data,
@@ -45,9 +46,18 @@ def check_values(config: Config) -> None:
         value = config.get(dest)
         if rule := spec.violated_by(value):
             problems.append(f"{spec.name} {value}: {rule}")
-        elif spec.refused and value != spec.default:
-            problems.append(f"{spec.name} is refused: {spec.refused}")
+        elif _is_refused(config, spec, EVERYWHERE):
+            problems.append(_refusal(config, spec))
     _raise(problems)
+
+
+def _is_refused(config: Config, spec: FlagSpec, on: tuple[str, ...]) -> bool:
+    return bool(spec.refused) and spec.refused_on == on and config.get(spec.dest) != spec.default
+
+
+def _refusal(config: Config, spec: FlagSpec) -> str:
+    value = f" {config.get(spec.dest)}" if spec.takes_value and not spec.is_list else ""
+    return f"{spec.name}{value} is refused: {spec.refused}"
 
 
 def check_rules(config: Config) -> None:
@@ -65,7 +75,29 @@ def check_hardware_rules(config: Config) -> None:
     Raises:
         ConfigurationError: Lists every broken rule.
     """
-    _raise([message for rule in HARDWARE_RULES for message in rule(config)])
+    refusals = [
+        _refusal(config, spec)
+        for spec in all_specs().values()
+        if _is_refused(config, spec, (config.device_type,))
+    ]
+    _raise(refusals + [message for rule in HARDWARE_RULES for message in rule(config)])
+
+
+def check_strictness(config: Config) -> None:
+    """Check that nothing was replaced, where --strict-flags asks for that.
+
+    Raises:
+        ConfigurationError: Lists every replacement.
+    """
+    if config.runtime.strict_flags:
+        _raise(
+            [
+                f"{row.flag} {row.asked}: would be replaced by {row.used}, since {row.why}; "
+                "leave it out, or --strict-flags"
+                for row in config.replacements
+                if not row.exact_spelling
+            ]
+        )
 
 
 def _raise(problems: list[str]) -> None:
