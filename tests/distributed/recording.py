@@ -102,7 +102,7 @@ def stream(
         progress = loop.Progress(0, saved["train"]["consumed_samples"], saved)
     with contextlib.redirect_stdout(io.StringIO()):
         splits = data.build_splits(config, this_process, build_tokenizer(config.data), progress)
-    iterator = getattr(splits, split)
+    iterator = splits.iterators()[split]
     iterator.source = RecordingSource(iterator.source, [])
     states = {}
     for number in range(count):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.packed.arguments.declare import derived, flag, required
+from megatron.packed.arguments.declare import Replaced, derived, flag, required
 from megatron.packed.arguments.tokenizer import TokenizerFields
 
 STRATEGIES = (
@@ -14,6 +14,13 @@ STRATEGIES = (
     "best_fit_decreasing",
     "windowed_best_fit",
     "greedy_workload",
+)
+
+_CHECKED_CACHE = Replaced(
+    why="index files are mapped in milliseconds, and checked against the corpora",
+    used="the usual start",
+    value=False,
+    accelerators=("cpu", "cuda"),
 )
 
 
@@ -35,7 +42,40 @@ class DataConfig(TokenizerFields):
     train_data_path: tuple[str, ...] | None = flag("Like --data-path, for training alone.")
     valid_data_path: tuple[str, ...] | None = flag("Like --data-path, for validation alone.")
     test_data_path: tuple[str, ...] | None = flag("Like --data-path, for the test alone.")
+    data_args_path: str | None = flag("File that holds what --data-path would be given.")
+    per_split_data_args_path: str | None = flag(
+        "JSON file with keys train, valid and test: lists of what --train-data-path and its "
+        "companions would be given."
+    )
+    per_dataset_sequences_path: str | None = flag(
+        "JSON file of prefix to [sequences, document boundaries], which the corpora must have."
+    )
     data_cache_path: str | None = flag("Folder for index files, kept between runs.")
+    num_dataset_builder_threads: int = flag(
+        "Threads that build the index files of a blend's corpora.", default=1, at_least=1
+    )
+    mid_level_dataset_surplus: float = flag(
+        "Share of rows that a weighted blend builds beyond what it asks of each corpus.",
+        default=0.005,
+        at_least=0.0,
+    )
+    dataloader_fast_cache_load: bool = flag(
+        "Trust index files in --data-cache-path without looking at the corpora.",
+        default=False,
+        replaced=_CHECKED_CACHE,
+    )
+    dataloader_defer_npy_index_mmap: bool = flag(
+        "Map index files when they are first read.", default=False, replaced=_CHECKED_CACHE
+    )
+    object_storage_cache_path: str | None = flag(
+        "Folder for index files of corpora in object storage.",
+        refused="corpora are read from file systems alone; copy or mount them, and give the "
+        "files' prefix as --data-path",
+    )
+    allow_ambiguous_pad_tokens: bool = flag(
+        "Train on tokens that equal the pad id; always so, since padding is told by position.",
+        default=False,
+    )
     mock_data: bool = flag("Train on generated tokens.", default=False)
     mmap_bin_files: bool = flag(
         "Read .bin files instead of mapping them.",
@@ -49,7 +89,13 @@ class DataConfig(TokenizerFields):
     dataloader_type: str = derived(
         "single",
         "single: every sample once, in order; cyclic: shuffled epochs.",
-        choices=("single", "cyclic"),
+        choices=("single", "cyclic", "external"),
+    )
+    data_sharding: bool = flag(
+        "Shuffle over all samples, not within a part of them for each rank; always so.",
+        "--no-data-sharding",
+        default=True,
+        negative=True,
     )
     reset_position_ids: bool = flag(
         "Restart positions after each end of document; always so with --use-packed-sequence.",
@@ -65,7 +111,14 @@ class DataConfig(TokenizerFields):
 
     @property
     def has_per_split_paths(self) -> bool:
-        return any((self.train_data_path, self.valid_data_path, self.test_data_path))
+        """Whether each split has a blend of its own."""
+        paths = (self.train_data_path, self.valid_data_path, self.test_data_path)
+        return any(paths) or self.per_split_data_args_path is not None
+
+    @property
+    def has_one_blend(self) -> bool:
+        """Whether `--split` cuts one blend."""
+        return bool(self.data_path) or self.data_args_path is not None
 
 
 @dataclass(frozen=True, kw_only=True)

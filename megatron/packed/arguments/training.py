@@ -172,3 +172,20 @@ class EvaluationConfig:
         "Global batches of each evaluation; 0 turns evaluation off.", default=100, at_least=0
     )
     eval_interval: int = flag("Iterations between evaluations.", default=1000, at_least=1)
+    eval_global_batch_size: int = derived(
+        "--global-batch-size", "Rows of one iteration of an evaluation.", at_least=1
+    )
+    eval_micro_batch_size: int = derived(
+        "--micro-batch-size",
+        "Rows in one forward pass of an evaluation on one replica.",
+        at_least=1,
+    )
+    full_validation: bool = flag(
+        "Evaluate on all validation data each time, whatever --eval-iters says.", default=False
+    )
+    multiple_validation_sets: bool = flag(
+        "Evaluate each corpus of --valid-data-path by itself.", default=False
+    )
+    validation_set_names: tuple[str, ...] | None = flag(
+        "Names of --multiple-validation-sets in logs, instead of numbers from 0."
+    )

@@ -58,12 +58,15 @@ def _derive(config: Config) -> Config:
 def _derived_defaults(config: Config) -> dict[str, Any]:
     model, training, optimization = config.model, config.training, config.optimization
     width, heads = model.hidden_size, model.num_attention_heads
+    global_batch_size = training.micro_batch_size * max(1, config.parallel.data_parallel_size)
     return {
         "ffn_hidden_size": int((4 * width * 2 / 3) / 64) * 64 if model.swiglu else 4 * width,
         "kv_channels": max(1, width // heads),
         "num_query_groups": 1 if model.group_query_attention else heads,
         "max_position_embeddings": config.data.seq_length,
-        "global_batch_size": training.micro_batch_size * max(1, config.parallel.data_parallel_size),
+        "global_batch_size": global_batch_size,
+        "eval_global_batch_size": training.global_batch_size or global_batch_size,
+        "eval_micro_batch_size": training.micro_batch_size,
         "lr_decay_iters": training.train_iters,
         "start_weight_decay": optimization.weight_decay,
         "end_weight_decay": optimization.weight_decay,
@@ -75,7 +78,7 @@ def _derived_defaults(config: Config) -> dict[str, Any]:
 
 
 def _default_split(config: Config) -> str | None:
-    if config.data.data_path:
+    if config.data.has_one_blend:
         return "969,30,1"
     return "1,1,1" if config.data.mock_data else None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
-from megatron.packed.errors import ConfigurationError
+from megatron.packed.errors import ConfigurationError, DataError
 
 SPLIT_NAMES = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
@@ -25,6 +27,10 @@ class CorpusOptions(Protocol):
     def valid_data_path(self) -> tuple[str, ...] | None: ...
     @property
     def test_data_path(self) -> tuple[str, ...] | None: ...
+    @property
+    def data_args_path(self) -> str | None: ...
+    @property
+    def per_split_data_args_path(self) -> str | None: ...
     @property
     def mock_data(self) -> bool: ...
 
@@ -65,7 +71,7 @@ class Corpora:
 
     blend: Blend | None
     split: str | None
-    per_split: tuple[Blend | None, Blend | None, Blend | None] | None
+    per_split: tuple[Blend | None, ...] | None
 
     def blends(self) -> list[Blend]:
         """All blends there are."""
@@ -83,33 +89,131 @@ def resolve_corpora(options: CorpusOptions) -> Corpora | None:
 
     Raises:
         ConfigurationError: if flags are missing, malformed or exclude each other.
+        DataError: if a file that names corpora can't be used.
     """
-    per_split_values = (options.train_data_path, options.valid_data_path, options.test_data_path)
+    one, per_split = _one_blend(options), _blend_per_split(options)
     if options.mock_data:
-        if options.data_path or any(per_split_values):
+        if one or per_split:
             raise ConfigurationError(
                 "--mock-data generates its corpus and excludes --data-path, --train-data-path, "
                 "--valid-data-path and --test-data-path; drop one of them"
             )
         return None
-    if options.data_path and any(per_split_values):
+    if one and per_split:
         raise ConfigurationError(
             "--data-path excludes --train-data-path, --valid-data-path and --test-data-path; "
             "give either one blend with --split, or a blend for each split"
         )
-    if options.data_path:
+    if one:
         split = options.split or DEFAULT_SPLIT
         check_split_string(split)
-        return Corpora(parse_blend("--data-path", options.data_path), split, None)
-    if not options.train_data_path:
+        return Corpora(one, split, None)
+    if per_split is None or per_split[0] is None:
         raise ConfigurationError(
             "no training corpus: give --data-path (or --train-data-path), or --mock-data"
         )
-    train, valid, test = (
-        parse_blend(f"--{name}-data-path", values) if values else None
-        for name, values in zip(SPLIT_NAMES, per_split_values, strict=True)
-    )
-    return Corpora(None, None, (train, valid, test))
+    return Corpora(None, None, per_split)
+
+
+def _one_blend(options: CorpusOptions) -> Blend | None:
+    path = options.data_args_path
+    if path is None:
+        return parse_blend("--data-path", options.data_path) if options.data_path else None
+    if options.data_path:
+        raise ConfigurationError(f"--data-args-path {path}: excludes --data-path; keep one")
+    words = _read_text("--data-args-path", path).split()
+    if not words:
+        raise DataError(f"--data-args-path {path}: is empty; write the blend into it")
+    return parse_blend(f"--data-args-path {path}:", words)
+
+
+def _blend_per_split(options: CorpusOptions) -> tuple[Blend | None, ...] | None:
+    path = options.per_split_data_args_path
+    values = (options.train_data_path, options.valid_data_path, options.test_data_path)
+    if path is None:
+        if not any(values):
+            return None
+        return tuple(
+            parse_blend(f"--{name}-data-path", words) if words else None
+            for name, words in zip(SPLIT_NAMES, values, strict=True)
+        )
+    if any(values):
+        raise ConfigurationError(
+            f"--per-split-data-args-path {path}: excludes --train-data-path, --valid-data-path and "
+            "--test-data-path; keep one"
+        )
+    flag = f"--per-split-data-args-path {path}"
+    content = _read_json("--per-split-data-args-path", path)
+    if not isinstance(content, dict) or not set(content) <= set(SPLIT_NAMES):
+        raise DataError(f"{flag}: must be a JSON object with keys train, valid and test")
+    if not content.get("train"):
+        raise DataError(f'{flag}: names no training corpus; add "train": ["corpus"]')
+    return tuple(_named_blend(flag, name, content.get(name)) for name in SPLIT_NAMES)
+
+
+def _named_blend(flag: str, name: str, words: Any) -> Blend | None:
+    if words is None or words == []:
+        return None
+    if not isinstance(words, list) or not all(
+        isinstance(word, str | int | float) and not isinstance(word, bool) for word in words
+    ):
+        raise DataError(
+            f'{flag}: "{name}" must be a list of prefixes, or of weights and prefixes in turn'
+        )
+    return parse_blend(f'{flag}: "{name}"', [str(word) for word in words])
+
+
+def read_sequence_counts(path: str) -> dict[str, tuple[int, int]]:
+    """Read `--per-dataset-sequences-path`.
+
+    Args:
+        path: a JSON object of prefix to [sequences, document boundaries].
+
+    Raises:
+        DataError: if the file can't be read or holds something else.
+    """
+    content = _read_json("--per-dataset-sequences-path", path)
+    counts: dict[str, tuple[int, int]] = {}
+    for prefix, pair in content.items() if isinstance(content, dict) else [(None, None)]:
+        if (
+            not isinstance(pair, list)
+            or len(pair) != 2
+            or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in pair)
+        ):
+            where = f" for {prefix}" if prefix else ""
+            raise DataError(
+                f"--per-dataset-sequences-path {path}: must be a JSON object of prefix to "
+                f"[sequences, document boundaries], and holds {pair!r}{where}"
+            )
+        counts[str(prefix)] = (pair[0], pair[1])
+    return counts
+
+
+def validation_sets(corpora: Corpora) -> list[Blend]:
+    """Each corpus of the validation blend as a blend of its own (`--multiple-validation-sets`).
+
+    Args:
+        corpora: what the data flags name.
+    """
+    blend = corpora.per_split[1] if corpora.per_split is not None else None
+    if blend is None:
+        return []
+    return [replace(blend, prefixes=(prefix,), weights=None) for prefix in blend.prefixes]
+
+
+def _read_text(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise DataError(f"{flag} {path}: can't be read ({reason}); check the path") from error
+
+
+def _read_json(flag: str, path: str) -> Any:
+    try:
+        return json.loads(_read_text(flag, path))
+    except ValueError as error:
+        raise DataError(f"{flag} {path}: is no JSON ({error}); repair it") from error
 
 
 def parse_blend(flag: str, values: tuple[str, ...] | list[str]) -> Blend:

@@ -7,33 +7,48 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-from megatron.packed.data.blends import SPLIT_NAMES, Corpora, resolve_corpora
+from megatron.packed.data.blends import (
+    SPLIT_NAMES,
+    Corpora,
+    resolve_corpora,
+    validation_sets,
+)
 from megatron.packed.data.document_corpus import DocumentCorpus, build_document_corpora
 from megatron.packed.data.row_dataset import BlendedRowDataset, MockRowDataset, RowDataset
 from megatron.packed.data.validation import SampleCounts, check_cache_folder, validate_data
-from megatron.packed.errors import DataError
+from megatron.packed.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from megatron.packed.arguments import Config
     from megatron.packed.data.tokenizers import PackedTokenizer
 
 Rows = RowDataset | MockRowDataset | BlendedRowDataset
+Splits = tuple[Rows | DocumentCorpus | None, ...]
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Rows, or whole documents, of a run; None where a split has no share or isn't asked for."""
+    """Rows, or whole documents, of a run; None where a split has no share or isn't asked for.
+
+    Attributes:
+        train: of training.
+        valid: of validation; None with several sets.
+        test: of the test.
+        valid_sets: with `--multiple-validation-sets`, each in the order it was named.
+    """
 
     train: Rows | DocumentCorpus
     valid: Rows | DocumentCorpus | None
     test: Rows | DocumentCorpus | None
+    valid_sets: tuple[Rows | DocumentCorpus, ...] = ()
 
     def __iter__(self) -> Iterator[Rows | DocumentCorpus | None]:
         return iter((self.train, self.valid, self.test))
@@ -68,25 +83,45 @@ def build_datasets(
     corpora = resolve_corpora(config.data)
     if corpora is not None:
         validate_data(config, corpora, tokenizer, num_samples)
+        if num_samples.valid is None:
+            _refuse_weights(corpora)
     elif config.data.data_cache_path is not None:
         check_cache_folder(config.data.data_cache_path, [])
+    build = partial(_build_splits, config, tokenizer, is_built_on_rank)
+    if corpora is None or not config.evaluation.multiple_validation_sets:
+        return Datasets(*_require_train(build(corpora, num_samples)))
+    train, _, test = _require_train(build(corpora, replace(num_samples, valid=0)))
+    only_valid = SampleCounts(0, num_samples.valid, 0)
+    sets = []
+    for blend in validation_sets(corpora) if num_samples.valid != 0 else ():
+        _, one, _ = build(Corpora(None, None, (None, blend, None)), only_valid)
+        assert one is not None  # it has a blend, and rows of it are asked for
+        sets.append(one)
+    return Datasets(train, None, test, tuple(sets))
+
+
+def _build_splits(
+    config: Config,
+    tokenizer: PackedTokenizer,
+    is_built_on_rank: Callable[[], bool],
+    corpora: Corpora | None,
+    counts: SampleCounts,
+) -> Splits:
     if config.packing.packs_documents:
-        train, valid, test = build_document_corpora(config, corpora, tokenizer, list(num_samples))
-        if train is None:
-            raise DataError("the train split is empty; give it a share of --split")
-        return Datasets(train, valid, test)
+        train, valid, test = build_document_corpora(config, corpora, tokenizer, list(counts))
+        return train, valid, test
     _require_compiled_helpers()
     core_config = _core_config(config, corpora, tokenizer)
-    _leave_out_unwanted_splits(core_config, num_samples)
+    _leave_out_unwanted_splits(core_config, counts)
     builder = _RowDatasetBuilder(
         MockRowDataset if corpora is None else RowDataset,
-        list(num_samples),
+        list(counts),
         is_built_on_rank,
         core_config,
     )
     with _quiet_core():
         try:
-            built = builder.build()
+            built: Splits = tuple(builder.build())
         except Exception as error:
             # megatron-core wraps what went wrong with the cache folder in a bare Exception.
             if isinstance(error.__cause__, OSError):
@@ -95,9 +130,26 @@ def build_datasets(
                     "give a folder with room and write access as --data-cache-path"
                 ) from error
             raise
-    datasets = Datasets(*built)
-    _check_enough_rows(config, corpora, datasets, num_samples)
-    return datasets
+    _check_enough_rows(config, corpora, built, counts)
+    return built
+
+
+def _require_train(
+    built: Splits,
+) -> tuple[Rows | DocumentCorpus, Rows | DocumentCorpus | None, Rows | DocumentCorpus | None]:
+    train, valid, test = built
+    if train is None:
+        raise DataError("the train split is empty; give it a share of --split")
+    return train, valid, test
+
+
+def _refuse_weights(corpora: Corpora) -> None:
+    blend = corpora.per_split[1] if corpora.per_split is not None else corpora.blend
+    if blend is not None and blend.weights is not None:
+        raise ConfigurationError(
+            f"--full-validation: goes over each corpus once, and {blend.flag} "
+            f"{' '.join(blend.prefixes)} draws by weights; give --valid-data-path without weights"
+        )
 
 
 class _RowDatasetBuilder(BlendedMegatronDatasetBuilder):
@@ -128,6 +180,8 @@ def _core_config(
         split=corpora.split if corpora is not None else None,
         path_to_cache=config.data.data_cache_path,
         mmap_bin_files=config.data.mmap_bin_files,
+        num_dataset_builder_threads=config.data.num_dataset_builder_threads,
+        mid_level_dataset_surplus=config.data.mid_level_dataset_surplus,
         tokenizer=tokenizer,
         # Masks and positions are made from raw rows, by packing or by BshdCollator.
         reset_position_ids=False,
@@ -140,7 +194,7 @@ def _core_config(
 def _leave_out_unwanted_splits(core_config: GPTDatasetConfig, counts: SampleCounts) -> None:
     """A split of which no row is asked is not built: megatron-core would loop on an empty one."""
     for place, wanted in enumerate(counts):
-        if wanted:
+        if wanted != 0:
             continue
         if core_config.split_matrix is not None:
             core_config.split_matrix[place] = None
@@ -149,13 +203,15 @@ def _leave_out_unwanted_splits(core_config: GPTDatasetConfig, counts: SampleCoun
 
 
 def _check_enough_rows(
-    config: Config, corpora: Corpora | None, datasets: Datasets, counts: SampleCounts
+    config: Config, corpora: Corpora | None, datasets: Splits, counts: SampleCounts
 ) -> None:
     if corpora is None or config.data.dataloader_type != "single":
         return
     blends = corpora.per_split or (corpora.blend,) * len(SPLIT_NAMES)
     for name, blend, dataset, wanted in zip(SPLIT_NAMES, blends, datasets, counts, strict=True):
-        if blend is None or dataset is None or blend.repeats or len(dataset) >= wanted:
+        if blend is None or dataset is None or blend.repeats or wanted is None:
+            continue
+        if len(dataset) >= wanted:
             continue
         raise DataError(
             f"{blend.flag} {' '.join(blend.prefixes)}: corpora without weights are gone over once, "

@@ -205,7 +205,10 @@ class WeightedOrder:
 
 
 def build_document_corpora(
-    config: Config, corpora: Corpora | None, tokenizer: PackedTokenizer, wanted: Sequence[int]
+    config: Config,
+    corpora: Corpora | None,
+    tokenizer: PackedTokenizer,
+    wanted: Sequence[int | None],
 ) -> list[DocumentCorpus | None]:
     """The documents of training, validation and test.
 
@@ -213,7 +216,7 @@ def build_document_corpora(
         config: the run; `data` is read.
         corpora: what the data flags name, checked; None generates documents.
         tokenizer: the run's tokenizer.
-        wanted: packs that the run asks of each split; a split with 0 isn't built.
+        wanted: packs that the run asks of each split, None for an epoch; one with 0 isn't built.
 
     Returns:
         One for each split, None where it has no share or nothing is asked of it.

@@ -47,12 +47,14 @@ class IndexedCorpus:
         sequence_lengths: int32 `[sequences]`, tokens of each.
         sequence_pointers: int64 `[sequences]`, byte offset of each in the .bin file.
         tokens: the .bin file as a read-only map of token ids, `[all tokens]`.
+        document_boundaries: entries of the index that bound documents.
     """
 
     prefix: str
     sequence_lengths: numpy.ndarray
     sequence_pointers: numpy.ndarray
     tokens: numpy.ndarray
+    document_boundaries: int
 
     def locate(self, place: int) -> tuple[int, int]:
         """Document and offset in it of the token at `place` of the .bin file."""
@@ -212,7 +214,7 @@ def _open_corpus(
     if total == 0:
         raise DataError(f"{where} holds no token: all its documents are empty; {_REMEDY}")
     tokens = numpy.memmap(f"{prefix}.bin", mode="r", dtype=dtype, shape=(total,))
-    return IndexedCorpus(prefix, lengths, pointers, tokens)
+    return IndexedCorpus(prefix, lengths, pointers, tokens, documents)
 
 
 def _require_both_files(flag: str, prefix: str, index_path: Path, bin_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -25,7 +26,10 @@ class _Failure:
 
 
 class _IndexedSamples(Dataset):
-    """Adds `index`, the sample's place in the dataset, and carries DataErrors as values."""
+    """Adds `index`, the sample's place in the dataset, and carries DataErrors as values.
+
+    Place -1 of a dataset of rows is a row of padding.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -35,9 +39,20 @@ class _IndexedSamples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any] | _Failure:
         try:
+            if isinstance(index, int) and index < 0:
+                return {**_without_tokens(self.dataset[0]), "index": index}
             return {**self.dataset[index], "index": index}
         except DataError as error:
             return _Failure(str(error))
+
+
+def _without_tokens(sample: dict[str, Any]) -> dict[str, Any]:
+    """A row of no real token, shaped as another one."""
+    first = {
+        name: value[:1] if name.startswith("document_") and isinstance(value, np.ndarray) else value
+        for name, value in sample.items()
+    }
+    return {**first, "length": 0, "document_lengths": np.zeros(1, dtype=np.int64)}
 
 
 class _GuardedCollate(Generic[Batch]):

@@ -68,6 +68,28 @@ class RepeatedOrder:
         return [place % self.total_samples for place in range(start, stop)]
 
 
+@dataclass(frozen=True)
+class WholeOrder:
+    """Every sample once, then -1, no sample, up to a whole number of batches.
+
+    Args:
+        total_samples: samples of the dataset.
+        batch: samples that are read together.
+    """
+
+    total_samples: int
+    batch: int
+
+    @property
+    def limit(self) -> int | None:
+        """Whole batches."""
+        return -(-self.total_samples // self.batch) * self.batch
+
+    def indices(self, start: int, stop: int) -> list[int]:
+        """Sample indices at positions `[start, stop)`."""
+        return [place if place < self.total_samples else -1 for place in range(start, stop)]
+
+
 class ShuffledOrder:
     """Epoch after epoch without end, each shuffled anew (`--dataloader-type cyclic`).
 
@@ -190,11 +212,12 @@ def build_sampler(
     data_parallel_rank: int,
     data_parallel_size: int,
     drop_last: bool = True,
+    whole_batch: int = 1,
 ) -> MicroBatchSampler:
     """Build the sampler that `--dataloader-type` names.
 
     Args:
-        dataloader_type: "single" or "cyclic"; "repeated" for evaluation.
+        dataloader_type: "single" or "cyclic"; for evaluation "repeated" or "whole".
         total_samples: samples of the dataset.
         seed: `--seed`; read by "cyclic" alone, "single" datasets are shuffled when built.
         consumed_samples: positions already trained on, over all ranks.
@@ -202,6 +225,7 @@ def build_sampler(
         data_parallel_rank: this rank.
         data_parallel_size: data-parallel ranks.
         drop_last: see MicroBatchSampler.
+        whole_batch: samples that "whole" fills up to a multiple of.
 
     Returns:
         The sampler.
@@ -218,6 +242,8 @@ def build_sampler(
             order = SequentialOrder(total_samples)
         case "repeated":
             order = RepeatedOrder(total_samples)
+        case "whole":
+            order = WholeOrder(total_samples, whole_batch)
         case "cyclic":
             order = ShuffledOrder(total_samples, seed)
         case _:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from megatron.packed.data.blends import SPLIT_NAMES, Corpora, split_of
+from megatron.packed.data.blends import SPLIT_NAMES, Corpora, read_sequence_counts, split_of
 from megatron.packed.data.files import require_writable_folder
 from megatron.packed.data.index_files import IndexedCorpus, inspect_corpus
 from megatron.packed.data.row_dataset import default_cache_folder
@@ -33,12 +33,12 @@ class SampleCounts:
 
     Attributes:
         train: rows for training.
-        valid: rows for all validations; 0 builds none.
+        valid: rows for all validations, of each set; 0 builds none, None one epoch.
         test: rows for the test; 0 builds none.
     """
 
     train: int
-    valid: int
+    valid: int | None
     test: int
 
     def __iter__(self):
@@ -60,11 +60,15 @@ def validate_data(
         DataError: at the first thing that is wrong.
     """
     opened: dict[str, IndexedCorpus] = {}
+    counts_path = config.data.per_dataset_sequences_path
+    sequence_counts = read_sequence_counts(counts_path) if counts_path is not None else None
     for blend in corpora.blends():
         for prefix in blend.prefixes:
             if prefix in opened:
                 continue
             corpus = opened[prefix] = inspect_corpus(blend.flag, prefix)
+            if sequence_counts is not None:
+                check_sequence_counts(blend.flag, corpus, sequence_counts, str(counts_path))
             check_vocabulary(blend.flag, corpus, tokenizer)
             if config.packing.use_packed_sequence and config.packing.document_boundaries == "eod":
                 check_eod_present(blend.flag, corpus, tokenizer.eod, config.data.seq_length)
@@ -108,6 +112,31 @@ def check_vocabulary(flag: str, corpus: IndexedCorpus, tokenizer: PackedTokenize
             f"[0, {tokenizer.vocab_size}); use the tokenizer that the corpus was preprocessed with "
             "(--tokenizer-type, --tokenizer-model, --vocab-size), or preprocess it again"
         )
+
+
+def check_sequence_counts(
+    flag: str, corpus: IndexedCorpus, counts: dict[str, tuple[int, int]], path: str
+) -> None:
+    """Check a corpus against `--per-dataset-sequences-path`.
+
+    Args:
+        flag: the flag that named the corpus.
+        corpus: an inspected corpus.
+        counts: sequences and document boundaries by prefix.
+        path: the file they are from.
+
+    Raises:
+        DataError: if the corpus isn't there, or is another one.
+    """
+    found = (len(corpus.sequence_lengths), corpus.document_boundaries)
+    expected = counts.get(corpus.prefix)
+    if expected == found:
+        return
+    said = "no counts" if expected is None else f"{expected[0]} sequences, {expected[1]} boundaries"
+    raise DataError(
+        f"{flag} {corpus.prefix}: has {found[0]} sequences and {found[1]} document boundaries, and "
+        f"--per-dataset-sequences-path {path} says {said}; write the file anew, or leave it out"
+    )
 
 
 def check_eod_present(flag: str, corpus: IndexedCorpus, eod: int, seq_length: int) -> None:
@@ -177,8 +206,8 @@ def check_split_sizes(
                     f"the {name} split of {blend.flag} {prefix} has {last - first} of its "
                     f"{len(lengths)} documents and {tokens} tokens"
                     + (f" (--split {corpora.split})" if corpora.split else "")
-                    + f", and the run asks for {wanted} rows of it; give it a larger share of "
-                    "--split, a larger corpus, or no part in the run (a share of 0, or "
+                    + f", and the run asks for {wanted or 'all'} rows of it; give it a larger "
+                    "share of --split, a larger corpus, or no part in the run (a share of 0, or "
                     "--eval-iters 0)"
                 )
             rows += (tokens - 1) // seq_length

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -334,11 +334,13 @@ class MicroBatchIterator:
         consumed_samples: samples of all ranks in the micro-batches handed out so far.
         iteration: number of the current step, from 1.
         statistics: counts since `take_statistics`.
+        reopen: gives a loader from the first sample on; None where batches go on for ever.
     """
 
     source: BatchSource
     samples_per_micro_batch: int = 1
     consumed_samples: int = 0
+    reopen: Callable[[], Iterator[HostBatch] | None] | None = None
     iteration: int = 0
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
     _ahead: deque[HostBatch] = field(default_factory=deque)
@@ -358,6 +360,14 @@ class MicroBatchIterator:
         self.statistics.add(micro_batch.statistics)
         self.statistics.data_seconds += time.perf_counter() - start
         return micro_batch
+
+    def restart(self) -> None:
+        """Go back to the first sample, where `reopen` says how; otherwise go on."""
+        if self.reopen is None or not self.consumed_samples:
+            return
+        self.source = replace(self.source, loader=self.reopen())
+        self.consumed_samples = 0
+        self._ahead.clear()
 
     def take_statistics(self) -> BatchStatistics:
         """Counts of all data-parallel ranks since the last call; a collective call."""

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from megatron.core import parallel_state
 
 from megatron.packed.arguments import Config
 from megatron.packed.data.builders import Datasets, build_datasets
+from megatron.packed.data.document_corpus import DocumentCorpus
 from megatron.packed.data.loader import build_loader
-from megatron.packed.data.samplers import build_sampler
+from megatron.packed.data.samplers import MicroBatchSampler, build_sampler
 from megatron.packed.data.tokenizers import PackedTokenizer
 from megatron.packed.data.validation import SampleCounts
+from megatron.packed.errors import ConfigurationError
+from megatron.packed.packing import DocumentPack
 from megatron.packed.packing.sequence import PackSequence
 from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
 from megatron.packed.training.environment import Environment, print_rank_0
-from megatron.packed.training.loop import Progress, Splits
+from megatron.packed.training.loop import HeldOut, Progress, Splits, evaluation_config
 from megatron.packed.training.packs import (
     DocumentCollator,
+    PackReader,
     ReplicaShare,
+    WholePackSampler,
     build_pack_batches,
     build_packer,
     describe,
@@ -29,14 +36,117 @@ from megatron.packed.training.sharing import HostBatch
 def sample_counts(config: Config) -> SampleCounts:
     """Rows or packs that a run reads from each split, counted as upstream counts them."""
     training, evaluation = config.training, config.evaluation
-    batch = training.global_batch_size
+    batch = evaluation.eval_global_batch_size
     # One evaluation each interval, and one after training.
     evaluations = training.train_iters // evaluation.eval_interval + 1
+    wanted = evaluations * evaluation.eval_iters * batch
     return SampleCounts(
-        train=training.train_iters * batch,
-        valid=evaluations * evaluation.eval_iters * batch,
+        train=training.train_iters * training.global_batch_size,
+        valid=None if evaluation.full_validation else wanted,
         test=evaluation.eval_iters * batch,
     )
+
+
+@dataclass(frozen=True)
+class _SplitBuilder:
+    """Builds this rank's micro-batches of one dataset after the other.
+
+    Attributes:
+        config: the run's configuration.
+        environment: what this process stands on.
+        tokenizer: the run's tokenizer.
+        saved: where splits go on, by the key of their state.
+    """
+
+    config: Config
+    environment: Environment
+    tokenizer: PackedTokenizer
+    saved: dict[str, Any]
+
+    def train(self, dataset: Any, consumed: int) -> MicroBatchIterator:
+        """Micro-batches of training, from the consumed samples on."""
+        kind = self.config.data.dataloader_type
+        return self._batches(self.config, "train", dataset, kind, consumed)
+
+    def held_out(self, key: str, name: str, dataset: Any) -> HeldOut:
+        """Micro-batches that go on from one evaluation to the next."""
+        config = evaluation_config(self.config)
+        batches = self._batches(config, key, dataset, "repeated", 0)
+        return HeldOut(key, name, batches, config.evaluation.eval_iters)
+
+    def whole(self, key: str, name: str, dataset: Any) -> HeldOut:
+        """Micro-batches of a whole dataset, from its start on each time."""
+        config = evaluation_config(self.config)
+        batch = config.training.global_batch_size
+        packs: list[DocumentPack] = []
+        source = dataset
+        if isinstance(dataset, DocumentCorpus):
+            packer = build_packer(config, dataset, self.tokenizer.vocab_size)
+            packs, source = packer.epoch_packs(), PackReader.of_packer(dataset, packer)
+        count = len(packs) or len(dataset)
+        share, reads = _share(config), self._reads()
+        collator = build_collator(config, self.tokenizer.eod) if reads else None
+
+        def reopen() -> Iterator[HostBatch] | None:
+            if collator is None:
+                return None
+            sampler: Any = WholePackSampler(packs, batch, share)
+            if not packs:
+                sampler = self._row_sampler("whole", count, 0, share, batch)
+            return build_loader(source, sampler, collator, *self._loading())
+
+        batches = self._iterator(reopen(), share, 0)
+        batches.reopen = reopen
+        return HeldOut(key, name, batches, -(-count // batch))
+
+    def _batches(
+        self, config: Config, key: str, dataset: Any, kind: str, consumed: int
+    ) -> MicroBatchIterator:
+        state = self.saved.get(key, {})
+        consumed = state.get("consumed_samples", consumed)
+        share = _share(config)
+        loader: Iterator[HostBatch] | None = None
+        if self._reads():
+            collator = build_collator(config, self.tokenizer.eod)
+            if isinstance(collator, DocumentCollator):
+                packer = build_packer(config, dataset, self.tokenizer.vocab_size)
+                print_rank_0(f"{key}: {describe(packer)}")
+                sequence = PackSequence(packer, start=consumed, state=state.get("packing"))
+                loader = build_pack_batches(dataset, sequence, collator, share, *self._loading())
+            else:
+                sampler = self._row_sampler(kind, len(dataset), consumed, share)
+                loader = build_loader(dataset, sampler, collator, *self._loading())
+        return self._iterator(loader, share, consumed)
+
+    def _reads(self) -> bool:
+        return parallel_state.get_tensor_model_parallel_rank() == 0
+
+    def _loading(self) -> tuple[int, bool]:
+        return self.config.data.num_workers, self.environment.accelerator.name == "cuda"
+
+    def _row_sampler(
+        self, kind: str, count: int, consumed: int, share: ReplicaShare, whole_batch: int = 1
+    ) -> MicroBatchSampler:
+        return build_sampler(
+            kind,
+            count,
+            seed=self.config.training.seed,
+            consumed_samples=consumed,
+            micro_batch_size=share.micro_batch_size,
+            data_parallel_rank=share.data_parallel_rank,
+            data_parallel_size=share.data_parallel_size,
+            whole_batch=whole_batch,
+        )
+
+    def _iterator(
+        self, loader: Iterator[HostBatch] | None, share: ReplicaShare, consumed: int
+    ) -> MicroBatchIterator:
+        block_diagonal = self.config.data.reset_attention_mask
+        return MicroBatchIterator(
+            BatchSource(loader, self.environment, block_diagonal=block_diagonal),
+            samples_per_micro_batch=share.group_size,
+            consumed_samples=consumed,
+        )
 
 
 def build_splits(
@@ -54,54 +164,37 @@ def build_splits(
         progress: where training goes on.
 
     Raises:
+        ConfigurationError: the names of validation sets don't fit them.
         DataError: the corpora don't fit the run.
     """
     datasets: Datasets = build_datasets(config, tokenizer, sample_counts(config))
+    evaluation = config.evaluation
+    builder = _SplitBuilder(config, environment, tokenizer, progress.data or {})
+    train = builder.train(datasets.train, progress.consumed_samples)
+    validate = builder.whole if evaluation.full_validation else builder.held_out
+    valid: list[HeldOut] = []
+    if evaluation.eval_iters > 0 or evaluation.full_validation:
+        if datasets.valid is not None:
+            valid.append(validate("valid", "validation", datasets.valid))
+        names = _set_names(config, len(datasets.valid_sets))
+        for name, dataset in zip(names, datasets.valid_sets, strict=True):
+            valid.append(validate(f"valid-{name}", f"validation-{name}", dataset))
+    test: tuple[HeldOut, ...] = ()
+    if evaluation.eval_iters > 0 and datasets.test is not None:
+        test = (builder.held_out("test", "test", datasets.test),)
+    return Splits(train, tuple(valid), test)
 
-    def batches(split: str, dataloader_type: str = "repeated") -> MicroBatchIterator | None:
-        dataset = getattr(datasets, split)
-        if dataset is None:
-            return None
-        state = (progress.data or {}).get(split, {})
-        consumed = progress.consumed_samples if split == "train" else 0
-        consumed = state.get("consumed_samples", consumed)
-        share = _share(config)
-        loader: Iterator[HostBatch] | None = None
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            collator = build_collator(config, tokenizer.eod)
-            pinned = environment.accelerator.name == "cuda"
-            workers = config.data.num_workers
-            if isinstance(collator, DocumentCollator):
-                packer = build_packer(config, dataset, tokenizer.vocab_size)
-                print_rank_0(f"{split}: {describe(packer)}")
-                packing = state.get("packing")
-                sequence = PackSequence(packer, start=consumed, state=packing)
-                loader = build_pack_batches(dataset, sequence, collator, share, workers, pinned)
-            else:
-                sampler = build_sampler(
-                    dataloader_type,
-                    len(dataset),
-                    seed=config.training.seed,
-                    consumed_samples=consumed,
-                    micro_batch_size=share.micro_batch_size,
-                    data_parallel_rank=share.data_parallel_rank,
-                    data_parallel_size=share.data_parallel_size,
-                )
-                loader = build_loader(dataset, sampler, collator, workers, pinned)
-        return MicroBatchIterator(
-            BatchSource(loader, environment, block_diagonal=config.data.reset_attention_mask),
-            samples_per_micro_batch=share.group_size,
-            consumed_samples=consumed,
+
+def _set_names(config: Config, count: int) -> list[str]:
+    names = config.evaluation.validation_set_names
+    if names is None or not count:
+        return [str(number) for number in range(count)]
+    if len(set(names)) != count:
+        raise ConfigurationError(
+            f"--validation-set-names {' '.join(names)}: must be {count} names, one for each "
+            "corpus of the validation split, no two alike"
         )
-
-    train = batches("train", config.data.dataloader_type)
-    assert train is not None  # build_datasets refuses a run without one
-    evaluates = config.evaluation.eval_iters > 0
-    return Splits(
-        train=train,
-        valid=batches("valid") if evaluates else None,
-        test=batches("test") if evaluates else None,
-    )
+    return list(names)
 
 
 def _share(config: Config) -> ReplicaShare:

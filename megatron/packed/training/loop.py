@@ -40,23 +40,47 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """Micro-batches to evaluate on.
+
+    Attributes:
+        key: in saved states, such as `valid`.
+        name: in logs, such as `validation`.
+        batches: micro-batches of this rank.
+        iterations: global batches of one evaluation.
+    """
+
+    key: str
+    name: str
+    batches: MicroBatchIterator
+    iterations: int
+
+
+@dataclass(frozen=True)
 class Splits:
-    """Micro-batches of each split; None where a split is empty or unused."""
+    """Micro-batches of each split.
+
+    Attributes:
+        train: of training.
+        valid: sets to validate on, one by one; empty where there is none.
+        test: for the test after training; empty where there is none.
+    """
 
     train: MicroBatchIterator
-    valid: MicroBatchIterator | None
-    test: MicroBatchIterator | None
+    valid: tuple[HeldOut, ...] = ()
+    test: tuple[HeldOut, ...] = ()
+
+    def iterators(self) -> dict[str, MicroBatchIterator]:
+        """All micro-batches, by the key of their state."""
+        held_out = {each.key: each.batches for each in (*self.valid, *self.test)}
+        return {"train": self.train, **held_out}
 
     def state_dict(self) -> dict[str, Any]:
         """Where each split goes on, for `Progress.data`: small, plain, the same for any layout.
 
         Take it between steps. Ranks that read no data lack the packers' states: save rank 0's.
         """
-        return {
-            name: batches.state_dict()
-            for name, batches in (("train", self.train), ("valid", self.valid), ("test", self.test))
-            if batches is not None
-        }
+        return {name: batches.state_dict() for name, batches in self.iterators().items()}
 
 
 def step_shape(config: Config, transformer_config: object) -> StepShape:
@@ -111,9 +135,9 @@ class Trainer:
         while self.progress.iteration < training.train_iters:
             self._train_one()
             iteration = self.progress.iteration
-            if self.splits.valid is not None and iteration % evaluation.eval_interval == 0:
+            if self.splits.valid and iteration % evaluation.eval_interval == 0:
                 measured = self.reporter.pause_clock()
-                self._evaluate(self.splits.valid, "validation", f"iteration {iteration}")
+                self._evaluate(self.splits.valid, f"iteration {iteration}")
                 self.reporter.resume_clock(measured)
             if training.exit_interval and iteration % training.exit_interval == 0:
                 print_rank_0(f"exiting program at iteration {iteration}")
@@ -156,26 +180,42 @@ class Trainer:
                 return float(group["lr"])
         return float(self.config.optimization.lr)
 
-    def _evaluate(self, batches: MicroBatchIterator, split: str, where: str) -> None:
-        result = evaluate(
-            self.step.model,
-            batches,
-            self.step.shape,
-            num_iterations=self.config.evaluation.eval_iters,
-            num_microbatches=get_num_microbatches(),
-        )
-        self.reporter.report_evaluation(
-            result, split, where, self.progress.iteration, self.progress.consumed_samples
-        )
+    def _evaluate(self, held_out: tuple[HeldOut, ...], where: str) -> None:
+        config = evaluation_config(self.config)
+        training = config.training
+        replicas = config.parallel.data_parallel_size
+        for each in held_out:
+            each.batches.restart()
+            result = evaluate(
+                self.step.model,
+                each.batches,
+                step_shape(config, self.step.transformer_config),
+                num_iterations=each.iterations,
+                num_microbatches=training.global_batch_size
+                // (training.micro_batch_size * replicas),
+            )
+            progress = self.progress
+            self.reporter.report_evaluation(
+                result, each.name, where, progress.iteration, progress.consumed_samples
+            )
 
     def evaluate_final(self) -> None:
         """Evaluate what the run ends with, on validation and test data."""
         where = f"the end of training, iteration {self.progress.iteration}"
-        if self.splits.valid is not None:
-            self._evaluate(self.splits.valid, "validation", where)
-        if self.splits.test is not None:
-            self._evaluate(self.splits.test, "test", where)
+        self._evaluate(self.splits.valid, where)
+        self._evaluate(self.splits.test, where)
         self.reporter.close()
+
+
+def evaluation_config(config: Config) -> Config:
+    """What evaluations run with: the configuration with their batch sizes for training's."""
+    evaluation = config.evaluation
+    return config.with_values(
+        {
+            "global_batch_size": evaluation.eval_global_batch_size,
+            "micro_batch_size": evaluation.eval_micro_batch_size,
+        }
+    )
 
 
 def start_microbatch_calculator(config: Config) -> None:

@@ -9,7 +9,7 @@ global batch holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,30 @@ class PackSampler(Sampler[list[NumberedPack]]):
             yield group[begins : begins + size]
 
 
+class WholePackSampler(Sampler[list[NumberedPack]]):
+    """This rank's share of given packs, and then of empty ones up to a whole number of batches.
+
+    Args:
+        packs: of all ranks.
+        batch: packs that are evaluated together.
+        share: this rank's part of them.
+    """
+
+    def __init__(self, packs: Sequence[DocumentPack], batch: int, share: ReplicaShare) -> None:
+        self.packs = packs
+        self.total = -(-len(packs) // batch) * batch
+        self.share = share
+
+    def __iter__(self) -> Iterator[list[NumberedPack]]:
+        size = self.share.micro_batch_size
+        empty = DocumentPack(np.empty((0, 4), dtype=np.int64), epoch=0)
+        begins = self.share.data_parallel_rank * size
+        for first in range(begins, self.total, self.share.group_size):
+            numbers = range(first, first + size)
+            held = [self.packs[n] if n < len(self.packs) else empty for n in numbers]
+            yield [NumberedPack(n, pack) for n, pack in zip(numbers, held, strict=True)]
+
+
 class PackReader:
     """A dataset whose index is a pack: reads its tokens, in a data-loader worker.
 
@@ -94,6 +118,12 @@ class PackReader:
     def __init__(self, corpus: DocumentCorpus, longest: int | None = None) -> None:
         self.corpus = corpus
         self.longest = longest
+
+    @classmethod
+    def of_packer(cls, corpus: DocumentCorpus, packer: DocumentPacker) -> PackReader:
+        """The reader of a packer's packs."""
+        stream = packer.stream
+        return cls(corpus, stream.capacity if stream.overlong == "truncate" else None)
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -319,8 +349,7 @@ def build_pack_batches(
         pin_memory: page-lock batches for copies to a GPU.
     """
     consumed = sequence.number
-    stream = sequence.packer.stream
-    longest = stream.capacity if stream.overlong == "truncate" else None
     sampler = PackSampler(sequence, share)
-    batches = build_loader(PackReader(corpus, longest), sampler, collator, num_workers, pin_memory)
+    reader = PackReader.of_packer(corpus, sequence.packer)
+    batches = build_loader(reader, sampler, collator, num_workers, pin_memory)
     return PackBatches(batches, sequence, share, consumed)

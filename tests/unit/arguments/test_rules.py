@@ -130,6 +130,20 @@ BROKEN = [
         "HuggingFaceTokenizer: needs --tokenizer-model",
         1,
     ),
+    ("dataloader", "--dataloader-type external", "external is refused: it takes iterators", 1),
+    (
+        "validation_sets",
+        "--multiple-validation-sets",
+        "--multiple-validation-sets: needs --valid-data-path",
+        1,
+    ),
+    ("validation_sets", "--validation-set-names a b", "--validation-set-names a b: names those", 1),
+    (
+        "evaluation_batch",
+        "--eval-global-batch-size 3 --eval-micro-batch-size 2",
+        "--eval-global-batch-size 3: must be a multiple of --eval-micro-batch-size 2 x 1",
+        1,
+    ),
     ("tokenizer", "--tokenizer-type Llama2Tokenizer", "Llama2Tokenizer: needs --tokenizer-mod", 1),
     ("tokenizer", "--tokenizer-type GPT2BPETokenizer", "needs --vocab-file and --merge-file", 1),
     (

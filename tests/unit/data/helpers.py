@@ -46,6 +46,11 @@ def run_config(**data: object) -> SimpleNamespace:
         "train_data_path": None,
         "valid_data_path": None,
         "test_data_path": None,
+        "data_args_path": None,
+        "per_split_data_args_path": None,
+        "per_dataset_sequences_path": None,
+        "num_dataset_builder_threads": 1,
+        "mid_level_dataset_surplus": 0.005,
         "data_cache_path": None,
         "mock_data": False,
         "mmap_bin_files": True,
@@ -61,6 +66,7 @@ def run_config(**data: object) -> SimpleNamespace:
             use_packed_sequence=True, packs_documents=False, document_boundaries="eod"
         ),
         training=SimpleNamespace(seed=1234, global_batch_size=4),
+        evaluation=SimpleNamespace(multiple_validation_sets=False),
     )
 
 

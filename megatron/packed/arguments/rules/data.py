@@ -17,7 +17,11 @@ def data_source(config: Config) -> Iterator[str]:
     data = config.data
     sources = {
         "--data-path": bool(data.data_path),
-        "--train-data-path / --valid-data-path / --test-data-path": data.has_per_split_paths,
+        "--data-args-path": data.data_args_path is not None,
+        "--train-data-path / --valid-data-path / --test-data-path": bool(
+            data.train_data_path or data.valid_data_path or data.test_data_path
+        ),
+        "--per-split-data-args-path": data.per_split_data_args_path is not None,
         "--mock-data": data.mock_data,
     }
     chosen = [name for name, given in sources.items() if given]
@@ -25,8 +29,31 @@ def data_source(config: Config) -> Iterator[str]:
         yield f"no data: give one of {', '.join(sources)}"
     elif len(chosen) > 1:
         yield f"{' and '.join(chosen)}: exclude each other; keep one"
-    elif data.has_per_split_paths and not data.train_data_path:
+    elif chosen[0].startswith("--train") and not data.train_data_path:
         yield "--valid-data-path / --test-data-path: need --train-data-path too"
+
+
+def dataloader(config: Config) -> Iterator[str]:
+    if config.data.dataloader_type == "external":
+        yield (
+            "--dataloader-type external is refused: it takes iterators from a program of its own, "
+            "and pretrain_gpt.py reads corpora; use single or cyclic"
+        )
+
+
+def validation_sets(config: Config) -> Iterator[str]:
+    data, evaluation = config.data, config.evaluation
+    if evaluation.multiple_validation_sets and not data.has_per_split_paths:
+        yield (
+            "--multiple-validation-sets: needs --valid-data-path or --per-split-data-args-path, "
+            "which list them"
+        )
+    names = evaluation.validation_set_names
+    if names is not None and not evaluation.multiple_validation_sets:
+        yield (
+            f"--validation-set-names {' '.join(names)}: names those of --multiple-validation-sets; "
+            "ask for them too"
+        )
 
 
 def split_proportions(config: Config) -> Iterator[str]:
@@ -82,6 +109,8 @@ def experiment_name(config: Config) -> Iterator[str]:
 
 RULES = (
     data_source,
+    dataloader,
+    validation_sets,
     split_proportions,
     tokenizer,
     experiment_name,

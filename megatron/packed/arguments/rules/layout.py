@@ -29,13 +29,25 @@ def world_size(config: Config) -> Iterator[str]:
 
 
 def global_batch(config: Config) -> Iterator[str]:
-    size, micro = config.training.global_batch_size, config.training.micro_batch_size
-    replicas = config.parallel.data_parallel_size
+    training, replicas = config.training, config.parallel.data_parallel_size
+    yield from _whole_batches("", training.global_batch_size, training.micro_batch_size, replicas)
+
+
+def evaluation_batch(config: Config) -> Iterator[str]:
+    evaluation, training = config.evaluation, config.training
+    size, micro = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
+    if (size, micro) == (training.global_batch_size, training.micro_batch_size):
+        return  # that of training
+    yield from _whole_batches("eval-", size, micro, config.parallel.data_parallel_size)
+
+
+def _whole_batches(prefix: str, size: int, micro: int, replicas: int) -> Iterator[str]:
     step = micro * replicas
     if step and size % step:
         yield (
-            f"--global-batch-size {size}: must be a multiple of --micro-batch-size {micro} x "
-            f"{replicas} data-parallel replicas = {step}; {-(-size // step) * step} would do"
+            f"--{prefix}global-batch-size {size}: must be a multiple of "
+            f"--{prefix}micro-batch-size {micro} x {replicas} data-parallel replicas = {step}; "
+            f"{-(-size // step) * step} would do"
         )
 
 
@@ -62,6 +74,7 @@ RULES = (
     launcher_rank,
     world_size,
     global_batch,
+    evaluation_batch,
     overlapped_parameter_gather,
     distributed_optimizer,
 )
