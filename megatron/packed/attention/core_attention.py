@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.packed.attention.communicator import ProcessGroupCommunicator
 from megatron.packed.attention.executor import packed_attention
-from megatron.packed.attention.kernels import select_kernel
+from megatron.packed.attention.kernels import cpu
 from megatron.packed.attention.plans import AttentionPlan, LayerPlans
 from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
 from megatron.packed.errors import ConfigurationError
@@ -136,13 +136,13 @@ class PackedCoreAttention(MegatronModule):
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             layout = _layout_of_pack(packed_seq_params, query.shape[0])
             q, k, v = (x.unsqueeze(0) for x in (query, key, value))
-            out = select_kernel(query)(q, k, v, layout, self.softmax_scale)
+            out = cpu.segment_attention(q, k, v, layout, self.softmax_scale)
             return out.flatten(2).squeeze(0)
         sequence, rows = query.shape[:2]
         boundaries = None if attention_mask is None else _boundaries_of_rows(attention_mask)
         layout = row_layout(rows, sequence, boundaries)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = select_kernel(query)(q, k, v, layout, self.softmax_scale)
+        out = cpu.segment_attention(q, k, v, layout, self.softmax_scale)
         return out.flatten(2).transpose(0, 1)
 
     def _attend_over_ranks(

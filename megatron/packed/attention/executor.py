@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -42,7 +41,7 @@ from megatron.packed.attention.head_exchange import (
     sum_replicas,
     tokens_to_heads,
 )
-from megatron.packed.attention.kernels import tiles_cpu, tiles_portable
+from megatron.packed.attention.kernels import TileKernel, select_tile_kernel
 from megatron.packed.attention.plans.plan import AttentionPlan, Send, Step
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -186,8 +185,13 @@ def backward_task(
     )
 
 
-def _kernel_for(x: Tensor) -> ModuleType:
-    return tiles_cpu if x.device.type == "cpu" else tiles_portable
+def _kernel_for(query: Tensor, value: Tensor) -> TileKernel:
+    return select_tile_kernel(query.device.type, query.dtype, max(query.shape[2], value.shape[2]))
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64: what results and gradients are summed up in."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -278,13 +282,14 @@ def _forward_steps(
     scale: float,
 ) -> Task[tuple[Tensor, Tensor]]:
     """Output in the dtype of `query`, and the log-sum-exp `[rows, heads]` in fp32 or fp64."""
-    kernel = _kernel_for(query)
+    kernel = _kernel_for(query, value)
     width = max(key.shape[2], value.shape[2])
     q = kernel.prepare(query, width)
     is_dense = plan.real_rows == plan.rows
     make: Callable[..., Tensor] = q.new_empty if is_dense else q.new_zeros
-    out = make(plan.rows, q.shape[1], value.shape[2])
-    lse = q.new_full((plan.rows, q.shape[1]), -torch.inf)
+    dtype = _accumulator(query)
+    out = make((plan.rows, q.shape[1], value.shape[2]), dtype=dtype)
+    lse = q.new_full((plan.rows, q.shape[1]), -torch.inf, dtype=dtype)
     exchanges = _Exchanges(plan, communicator, key, value, "forward")
     arriving: _Arriving | None = None
     for index, step in enumerate(plan.steps):
@@ -311,13 +316,13 @@ def _backward_steps(
     scale: float,
 ) -> Task[tuple[Tensor, Tensor, Tensor]]:
     """Gradients of query, key and value in fp32 or fp64."""
-    kernel = _kernel_for(query)
+    kernel, dtype = _kernel_for(query, value), _accumulator(query)
     width = max(key.shape[2], value.shape[2])
     q, grad, out = (kernel.prepare(x, width) for x in (query, grad, out))
     exchanges = _Exchanges(plan, communicator, key, value, "backward")
     columns = sum(heads * size for heads, size in exchanges.shapes)
-    dq = q.new_zeros(query.shape)
-    local_rows = q.new_zeros(plan.rows, columns)
+    dq = q.new_zeros(query.shape, dtype=dtype)
+    local_rows = q.new_zeros((plan.rows, columns), dtype=dtype)
     arriving: _Arriving | None = None
     returning: tuple[Step, _Arriving] | None = None
     for index, step in enumerate(plan.steps):
@@ -325,7 +330,7 @@ def _backward_steps(
         if arriving is not None:
             yield arriving.pending
             k, v = split_columns(arriving.buffer, exchanges.shapes)
-            rows = q.new_zeros(arriving.buffer.shape)
+            rows = q.new_zeros(arriving.buffer.shape, dtype=dtype)
         following = plan.steps[index + 1] if index + 1 < len(plan.steps) else None
         # One global order of all exchanges, fetch i + 1 before give back i, is what lets messages
         # be matched without tags; a rank that skips an exchange must not run ahead of it.

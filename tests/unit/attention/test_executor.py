@@ -192,7 +192,7 @@ def test_sixteen_ranks(name):
 
 @pytest.mark.parametrize("name", [n for n, a in ALGORITHMS.items() if 4 in a.sizes])
 def test_portable_kernel_agrees(name, monkeypatch):
-    monkeypatch.setattr(executor, "_kernel_for", lambda x: tiles_portable)
+    monkeypatch.setattr(executor, "_kernel_for", lambda *_: tiles_portable)
     monkeypatch.setattr(tiles_portable, "MAX_SCORES", 2000)  # several blocks a tile
     for window in (None, 20):
         case = make_case(name, 4, SEGMENTS["long"][0], window=window)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron.packed.attention.task_graph import Mask, Tiles, expand
 from megatron.packed.attention.tile_calls import TileCall, tile_calls
+from megatron.packed.attention.tile_lists import TileList, tile_lists
 
 Int64 = NDArray[np.int64]
 
@@ -73,6 +74,11 @@ class Step:
     def calls(self) -> tuple[TileCall, ...]:
         """Kernel calls that compute the tiles; the same for every layer."""
         return tile_calls(self.tiles)
+
+    @cached_property
+    def lists(self) -> tuple[TileList, ...]:
+        """The tiles for variable-length kernels; the same for every layer."""
+        return tile_lists(self.tiles, is_first=self.index == 0)
 
     @property
     def rows_sent(self) -> int:
