@@ -17,12 +17,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron.packed.attention.communicator import ProcessGroupCommunicator
 from megatron.packed.attention.executor import packed_attention
 from megatron.packed.attention.kernels import cpu
 from megatron.packed.attention.plans import AttentionPlan, LayerPlans
+from megatron.packed.attention.plans.local import plan_of_layout
 from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
 from megatron.packed.errors import ConfigurationError
 
@@ -82,6 +84,9 @@ class PackedCoreAttention(MegatronModule):
         self.attn_mask_type = attn_mask_type
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _check_supported(config, attn_mask_type, attention_type, dropout, unused)
+        self.window = layer_window(
+            config.window_size, config.window_attn_skip_freq, self.layer_number
+        )
         self._pg_collection = pg_collection
         self._communicator: ProcessGroupCommunicator | None = None
         width = k_channels or config.kv_channels
@@ -127,7 +132,8 @@ class PackedCoreAttention(MegatronModule):
             raise ValueError(f"attn_mask_type {attn_mask_type} is not supported: only causal")
         plans = getattr(packed_seq_params, "attention", None)
         if plans is not None:
-            return self._attend_over_ranks(query, key, value, plans.of_layer(self.layer_number))
+            plan = plans.of_layer(self.layer_number, self.window)
+            return self._attend_over_ranks(query, key, value, plan)
         if self.config.context_parallel_size > 1:
             raise ValueError(
                 "packed_seq_params: has no attention plan, which --context-parallel-size "
@@ -136,14 +142,21 @@ class PackedCoreAttention(MegatronModule):
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             layout = _layout_of_pack(packed_seq_params, query.shape[0])
             q, k, v = (x.unsqueeze(0) for x in (query, key, value))
-            out = cpu.segment_attention(q, k, v, layout, self.softmax_scale)
-            return out.flatten(2).squeeze(0)
+            return self._attend(q, k, v, layout).flatten(2).squeeze(0)
         sequence, rows = query.shape[:2]
         boundaries = None if attention_mask is None else _boundaries_of_rows(attention_mask)
         layout = row_layout(rows, sequence, boundaries)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = cpu.segment_attention(q, k, v, layout, self.softmax_scale)
-        return out.flatten(2).transpose(0, 1)
+        return self._attend(q, k, v, layout).flatten(2).transpose(0, 1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout) -> Tensor:
+        """Attend on one rank: `[rows, slots, heads, d]` to `[rows, slots, heads, dv]`."""
+        if query.device.type == "cpu" and self.window is None:
+            return cpu.segment_attention(query, key, value, layout, self.softmax_scale)
+        plan = plan_of_layout(layout, self.window)
+        q, k, v = (x.flatten(0, 1) for x in (query, key, value))
+        out = packed_attention(q, k, v, plan, softmax_scale=self.softmax_scale)
+        return out.unflatten(0, query.shape[:2])
 
     def _attend_over_ranks(
         self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
@@ -163,6 +176,24 @@ class PackedCoreAttention(MegatronModule):
         if query.dim() == 4:
             return out.unflatten(0, (query.shape[1], query.shape[0])).transpose(0, 1)
         return out
+
+
+def layer_window(
+    window_size: tuple[int, int] | None, skip_frequency: int | list[int] | None, layer_number: int
+) -> int | None:
+    """Tokens to the left that a layer sees besides the query itself; None for all.
+
+    Args:
+        window_size: `--window-size`: tokens to the left, -1 for all, and to the right.
+        skip_frequency: `--window-attn-skip-freq`: every n-th layer has no window; or one number a
+            layer, 0 where it has none.
+        layer_number: counted from 1 over the whole model.
+    """
+    if window_size is None or window_size[0] < 0:
+        return None
+    if not is_layer_window_attention(window_size, skip_frequency, layer_number):
+        return None
+    return int(window_size[0])
 
 
 def _layout_of_pack(params: PackedSeqParams, total_tokens: int) -> SegmentLayout:
@@ -205,10 +236,11 @@ def _check_supported(
             f"--attention-dropout {dropout} is not supported by this attention kernel, which "
             "never forms the probabilities: set --attention-dropout 0"
         )
-    if getattr(config, "window_size", None) is not None:
+    window = config.window_size
+    if window is not None and (window[0] < -1 or window[1] not in (-1, 0)):
         raise ConfigurationError(
-            f"--window-size {config.window_size} is not supported by this attention kernel: "
-            "leave it unset"
+            f"--window-size {window[0]},{window[1]}: must be the tokens that stay visible to the "
+            "left (-1 for all), and 0 to the right, where causal attention sees nothing"
         )
     softmax_type = getattr(config, "softmax_type", "vanilla")
     if softmax_type != "vanilla":

@@ -141,7 +141,7 @@ def _rectangles(q: Int64, k: Int64, rows: tuple[Int64, Int64], keys: tuple[Int64
 def _layers(pieces: Int64) -> list[Int64]:
     """Rectangles in as few groups as it takes to have no query row twice in one; mostly one."""
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
-    layers = []
+    layers: list[Int64] = []
     while len(pieces):
         ends = np.maximum.accumulate(pieces[:, 0] + pieces[:, 1])
         if np.all(pieces[1:, 0] >= ends[:-1]):

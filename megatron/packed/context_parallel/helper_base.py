@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.packed.attention.plans import LayerPlans, build_attention_plan
+from megatron.packed.attention.plans import LayerPlans, PlanKey, build_attention_plan
 from megatron.packed.context_parallel.capabilities import (
     CAPABILITIES,
     Capability,
@@ -41,6 +41,8 @@ class HelperSettings:
         hierarchical_sizes: for a2a+p2p, ranks of a group that shares heads, and groups.
         chunk_size: for dispatch, tokens of the largest chunk; None for 16 chunks a rank.
         alignment_mode: `--packing-alignment`.
+        layer_windows: sliding window of every layer, or of all of them; None for a layer that
+            sees everything.
     """
 
     selection: Selection
@@ -51,6 +53,16 @@ class HelperSettings:
     hierarchical_sizes: tuple[int, ...] | None = None
     chunk_size: int | None = None
     alignment_mode: str = "default"
+    layer_windows: tuple[int | None, ...] = (None,)
+
+    @property
+    def attention_kinds(self) -> tuple[PlanKey, ...]:
+        """Exchange and window of every layer, each pair once, in order of first use."""
+        kinds, windows = self.selection.communications, self.layer_windows
+        layers = max(len(kinds), len(windows))
+        every_kind = kinds if len(kinds) > 1 else kinds * layers
+        every_window = windows if len(windows) > 1 else windows * layers
+        return tuple(dict.fromkeys(zip(every_kind, every_window, strict=True)))
 
     @property
     def alignment(self) -> Alignment:
@@ -236,16 +248,17 @@ class ContextParallelHelperBase(ABC):
             return None
         settings = self.settings
         made = {
-            kind: build_attention_plan(
+            (kind, window): build_attention_plan(
                 kind,
                 cu_seqlens,
                 cu_seqlens_padded,
                 cp_size=self.cp_size,
                 cp_rank=self.cp_rank,
+                window=window,
                 partition=partition,
                 hierarchical_sizes=settings.hierarchical_sizes if kind == "a2a+p2p" else None,
             )
-            for kind in settings.selection.kinds
+            for kind, window in settings.attention_kinds
         }
         return LayerPlans(made, settings.selection.communications)
 

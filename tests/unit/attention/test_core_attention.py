@@ -10,7 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.packed.attention.core_attention import PackedCoreAttention
+from megatron.packed.attention.core_attention import PackedCoreAttention, layer_window
+from megatron.packed.attention.plans import LayerPlans
 from megatron.packed.errors import ConfigurationError
 
 
@@ -37,12 +38,14 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def dense(query, key, value, scale):
+def dense(query, key, value, scale, window=None):
     """One causal row after another by plain softmax, `[S, B, heads * d]`."""
     repeat = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(repeat, dim=2) for x in (key, value))
     scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * scale
     scores = scores + torch.full(scores.shape[-2:], float("-inf")).triu(1)
+    if window is not None:
+        scores = scores + torch.full(scores.shape[-2:], float("-inf")).tril(-1 - window)
     return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), value).flatten(2)
 
 
@@ -93,6 +96,41 @@ def test_real_boundaries_serve_as_padded_ones():
     assert torch.equal(out, rows[:, 0])
 
 
+@pytest.mark.parametrize("window", [0, 3, 11, 40])
+def test_windows_in_rows_and_packs(window):
+    q, k, v = tensors(kv_heads=2)
+    windowed = module(config(window_size=(window, 0)))
+    torch.testing.assert_close(windowed(q, k, v, None), dense(q, k, v, 8**-0.5, window))
+    out = windowed(q, k, v, int32(0, 5, 12, 24))
+    torch.testing.assert_close(out[5:, :1], dense(*(x[5:, :1] for x in (q, k, v)), 8**-0.5, window))
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=int32(0, 5, 12))
+    packed = windowed(*(x[:, 0] for x in (q, k, v)), None, packed_seq_params=params)
+    assert torch.equal(packed, out[:, 0])
+
+
+def test_which_layers_have_a_window():
+    def windows(size, frequency):
+        return [layer_window(size, frequency, number) for number in range(1, 7)]
+
+    assert windows(None, None) == [None] * 6
+    assert windows((-1, 0), None) == [None] * 6
+    assert windows((5, 0), None) == [5] * 6
+    # Every third layer sees everything; or as the list says.
+    assert windows((5, 0), 3) == [5, 5, None, 5, 5, None]
+    assert windows((5, -1), [0, 1, 1, 0, 0, 1]) == [None, 5, 5, None, None, 5]
+    skipping = config(window_size=(5, 0), window_attn_skip_freq=2)
+    assert [module(skipping, layer_number=n).window for n in (1, 2, 3)] == [5, None, 5]
+
+
+def test_a_window_that_was_not_planned_is_named():
+    plans = LayerPlans({("p2p", None): None}, ("p2p",))
+    params = SimpleNamespace(qkv_format="thd", attention=plans)
+    with pytest.raises(ConfigurationError, match="layer 3: wants attention by p2p with window 7"):
+        module(config(window_size=(7, 0)), layer_number=3)(
+            *tensors(), None, packed_seq_params=params
+        )
+
+
 def test_scale():
     q, k, v = tensors()
     torch.testing.assert_close(module(softmax_scale=0.7)(q, k, v, None), dense(q, k, v, 0.7))
@@ -114,7 +152,7 @@ def test_value_width_may_differ():
     ("changes", "message"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout 0.1"),
-        ({"window_size": (128, 0)}, "--window-size"),
+        ({"window_size": (128, 4)}, "--window-size 128,4: must be"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable"),
     ],
 )

@@ -18,7 +18,7 @@ Sources: `torch/nn/attention/varlen.py` for the calls; FlashAttention-2 (Dao 202
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 256
 WIDTH_MULTIPLE = 8
 
-Rows = slice | Tensor
+Rows: TypeAlias = slice | Tensor
 """Rows of a stream: one run, or int64 indices on the device."""
 
 

@@ -8,7 +8,7 @@ from megatron.packed.attention.plans.build import (
     default_partition,
 )
 from megatron.packed.attention.plans.dispatch import effective_chunk_size
-from megatron.packed.attention.plans.layers import LayerPlans
+from megatron.packed.attention.plans.layers import LayerPlans, PlanKey
 from megatron.packed.attention.plans.plan import (
     AttentionPlan,
     HeadExchange,
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionPlan",
     "HeadExchange",
     "LayerPlans",
+    "PlanKey",
     "PlanReport",
     "Receive",
     "Send",
