@@ -401,7 +401,7 @@ def run(corpus: Corpus, environment: Any, turns: int) -> None:
         for each in contenders:
             each.turn()
         peaks.append(measure_gemm_peak(torch.device("cpu"), torch.float32, size=2048, repeats=3))
-    flops = FlopsCounter.from_config(corpus.config("").model, 8192)
+    flops = FlopsCounter.from_config(corpus.config(""), 8192)
     print(f"\n{corpus.prefix.name}, {turns} turns")
     print_table(contenders, statistics.median(peaks), flops)
     print_data_time(contenders[0], source)

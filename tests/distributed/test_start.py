@@ -84,7 +84,7 @@ def _counted_flops(flags: str) -> tuple[int, int, int]:
         model(tokens, positions, None, labels=tokens).sum().backward()
     counts: dict[Any, int] = counter.get_flop_counts()["Global"]
     products = sum(count for operator, count in counts.items() if "attention" not in str(operator))
-    ours = FlopsCounter.from_config(config_from_flags(flags, os.environ).model, model.vocab_size)
+    ours = FlopsCounter.from_config(config_from_flags(flags, os.environ), model.vocab_size)
     return products, ours.count(128, 2 * 64**2), ours.count(128, 2 * 64**2) - ours.count(128, -128)
 
 

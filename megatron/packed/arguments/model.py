@@ -41,7 +41,10 @@ class ModelConfig:
     position_embedding_type: str = flag(
         "How positions enter the model.",
         default="learned_absolute",
-        choices=("learned_absolute", "rope", "none"),
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+    )
+    use_rotary_position_embeddings: bool = flag(
+        "Older spelling of --position-embedding-type rope.", default=False
     )
     rotary_base: int = flag("Base of the rotary frequencies.", default=10000, at_least=1)
     rotary_percent: float = flag(
@@ -62,6 +65,13 @@ class ModelConfig:
     )
     swiglu: bool = flag("Gated feed-forward layer with SiLU in place of GeLU.", default=False)
     squared_relu: bool = flag("Squared ReLU in place of GeLU.", default=False)
+    quick_geglu: bool = flag(
+        "Gated feed-forward layer with the quick GeLU x * sigmoid(1.702 x).", default=False
+    )
+    glu_linear_offset: float = flag("Added to the linear half of --quick-geglu.", default=0.0)
+    activation_func_clamp_value: float | None = flag(
+        "Clamp both halves of --quick-geglu to this magnitude.", above=0.0
+    )
     add_bias_linear: bool = flag(
         "No biases in linear layers.", "--disable-bias-linear", default=True, negative=True
     )
@@ -135,6 +145,17 @@ class ModelConfig:
         section="initialization",
         above=0.0,
     )
+    embedding_init_method_std: float | None = flag(
+        "That of the embeddings, where it differs.", section="initialization", above=0.0
+    )
+    init_method_xavier_uniform: bool = flag(
+        "Start weights from Xavier's uniform distribution.", default=False, section="initialization"
+    )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate beside its linear half."""
+        return self.swiglu or self.quick_geglu
 
 
 @dataclass(frozen=True, kw_only=True)

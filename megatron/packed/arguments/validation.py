@@ -98,6 +98,8 @@ def _follow_upstream(config: Config) -> Config:
             config, "sequence_parallel", False, "with one tensor-parallel process nothing is shared"
         )
     implied: dict[str, Any] = {}
+    if model.use_rotary_position_embeddings:
+        implied["position_embedding_type"] = "rope"
     if model.add_bias_linear:
         implied["add_qkv_bias"] = True
     if model.apply_query_key_layer_scaling:

@@ -30,6 +30,16 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * linear
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)² (Primer, So et al. 2021)."""
+    return F.relu(x).square()
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x · sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 def bias_swiglu_impl(
     x: Tensor, bias: Tensor | None, fp8_input_store: bool = False, cpu_offload_input: bool = False
 ) -> Tensor:

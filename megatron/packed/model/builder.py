@@ -17,6 +17,11 @@ from megatron.packed.model import patches
 from megatron.packed.model.gpt import PackedGPTModel
 from megatron.packed.model.initialization import InitializationConfig, initialize_weights
 from megatron.packed.model.layer_specs import build_layer_spec
+from megatron.packed.model.rotary import (
+    PositionIndexedRotaryEmbedding,
+    Yarn,
+    YarnPositionIndexedRotaryEmbedding,
+)
 from megatron.packed.model.transformer_config import build_transformer_config
 
 
@@ -52,12 +57,13 @@ def build_gpt_model(
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
         share_embeddings_and_output_weights=not model_flags.untie_embeddings_and_output_weights,
-        position_embedding_type=model_flags.position_embedding_type,
-        rotary_percent=model_flags.rotary_percent,
-        rotary_base=model_flags.rotary_base,
-        rope_scaling=model_flags.use_rope_scaling,
-        rope_scaling_factor=model_flags.rope_scaling_factor,
-        seq_len_interpolation_factor=model_flags.rotary_seq_len_interpolation_factor,
+        # YaRN is RoPE with other frequencies: core's own class for it is not built.
+        position_embedding_type=(
+            "rope"
+            if model_flags.position_embedding_type == "yarn"
+            else model_flags.position_embedding_type
+        ),
+        rotary=build_rotary_embedding(config),
     )
     initialize_weights(
         model,
@@ -73,6 +79,43 @@ def build_gpt_model(
         layer_offset=get_transformer_layer_offset(transformer_config),
     )
     return model.to(accelerator.device)
+
+
+def build_rotary_embedding(config: Config) -> PositionIndexedRotaryEmbedding | None:
+    """The rotary embedding that all layers of a stage share; None where nothing is rotated.
+
+    Args:
+        config: the run's configuration.
+    """
+    model, attention = config.model, config.attention
+    latent = attention.multi_latent_attention
+    if not latent and model.position_embedding_type not in ("rope", "yarn"):
+        return None
+    cp_group = parallel_state.get_context_parallel_group()
+    width = attention.qk_pos_emb_head_dim if latent else model.kv_channels
+    if attention.rotates_by_yarn if latent else model.position_embedding_type == "yarn":
+        yarn = Yarn(
+            factor=attention.rotary_scaling_factor,
+            original_length=attention.yarn_original_max_position_embeddings,
+            beta_fast=attention.yarn_beta_fast,
+            beta_slow=attention.yarn_beta_slow,
+            mscale=attention.mscale,
+            mscale_all_dim=attention.mscale_all_dim,
+            round_to_int=attention.yarn_correction_range_round_to_int,
+        )
+        return YarnPositionIndexedRotaryEmbedding(
+            width, yarn=yarn, rotary_base=model.rotary_base, cp_group=cp_group
+        )
+    return PositionIndexedRotaryEmbedding(
+        kv_channels=width,
+        rotary_percent=model.rotary_percent,
+        rotary_interleaved=model.rotary_interleaved,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        cp_group=cp_group,
+    )
 
 
 def wrap_for_training(

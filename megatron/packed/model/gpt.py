@@ -22,23 +22,22 @@ class PackedGPTModel(GPTModel):
 
     Args:
         real_vocab_size: ids of the tokenizer, without padding.
+        rotary: rotary embedding of all layers; None for a model without.
         **kwargs: the arguments of GPTModel.
     """
 
-    def __init__(self, *, real_vocab_size: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        real_vocab_size: int,
+        rotary: PositionIndexedRotaryEmbedding | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.real_vocab_size = real_vocab_size
-        if self.position_embedding_type == "rope":
-            self.rotary_pos_emb = PositionIndexedRotaryEmbedding(
-                kv_channels=self.config.kv_channels,
-                rotary_percent=kwargs.get("rotary_percent", 1.0),
-                rotary_interleaved=self.config.rotary_interleaved,
-                seq_len_interpolation_factor=kwargs.get("seq_len_interpolation_factor"),
-                rotary_base=kwargs.get("rotary_base", 10000),
-                rope_scaling=kwargs.get("rope_scaling", False),
-                rope_scaling_factor=kwargs.get("rope_scaling_factor", 8.0),
-                cp_group=self.pg_collection.cp,
-            )
+        self.rotates = rotary is not None
+        if rotary is not None:
+            self.rotary_pos_emb = rotary
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
@@ -54,10 +53,17 @@ class PackedGPTModel(GPTModel):
         Returns:
             float32 [B, S] losses on the last stage when labels are given, else hidden states.
         """
-        if self.position_embedding_type != "rope":
+        if not self.rotates:
             return super().forward(input_ids, position_ids, *args, **kwargs)
         with self.rotary_pos_emb.positions(position_ids):
             return super().forward(input_ids, position_ids, *args, **kwargs)
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As GPTModel's; latent attention is handed the rotary embedding, too."""
+        prepared = super()._preprocess(*args, **kwargs)
+        if self.rotates and prepared[1] is None:
+            return (prepared[0], self.rotary_pos_emb(), *prepared[2:])
+        return prepared
 
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor

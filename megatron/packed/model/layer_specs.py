@@ -20,7 +20,8 @@ from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.attention.core_attention import PackedCoreAttention
 from megatron.packed.errors import ConfigurationError
-from megatron.packed.model.norms import LayerNorm, RMSNorm
+from megatron.packed.model.latent_attention import PackedMLASelfAttention
+from megatron.packed.model.norms import L2Norm, LayerNorm, RMSNorm
 
 
 def uses_transformer_engine(config: Config, accelerator: Accelerator) -> bool:
@@ -44,8 +45,11 @@ def _norm(config: Config) -> type[LayerNorm | RMSNorm]:
 
 
 def _local_layer_spec(config: Config) -> ModuleSpec:
+    latent = config.attention.multi_latent_attention
     spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.model.qk_layernorm, normalization=config.model.normalization
+        qk_layernorm=config.model.qk_layernorm,
+        normalization=config.model.normalization,
+        multi_latent_attention=latent,
     )
     norm = _norm(config)
     layer = spec.submodules
@@ -53,9 +57,12 @@ def _local_layer_spec(config: Config) -> ModuleSpec:
     layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCoreAttention
-    if attention.q_layernorm is not IdentityOp:
-        attention.q_layernorm = norm
-        attention.k_layernorm = norm
+    head_norm = L2Norm if config.attention.qk_l2_norm else norm
+    for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
+        if config.attention.qk_l2_norm or getattr(attention, name) is not IdentityOp:
+            setattr(attention, name, head_norm)
+    if latent:
+        layer.self_attention.module = PackedMLASelfAttention
     return spec
 
 
@@ -67,7 +74,14 @@ def build_layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The specification that GPTModel builds one pipeline stage's decoder from."""
     if uses_transformer_engine(config, accelerator):
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
+        latent = config.attention.multi_latent_attention
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.model.qk_layernorm,
+            multi_latent_attention=latent,
+            qk_l2_norm=config.attention.qk_l2_norm,
+        )
+        if latent:
+            spec.submodules.self_attention.module = PackedMLASelfAttention
         if transformer_config.context_parallel_size > 1:
             # Batches come with plans, which this project's engine runs.
             spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention

@@ -69,6 +69,30 @@ class RMSNorm(_Norm):
         return _RMSNormFunction.apply(x, self._gain(), self.eps).to(self.weight.dtype)
 
 
+class L2Norm(Module):
+    """``x / sqrt(mean(x^2) + eps)``: RMSNorm without a gain.
+
+    Args:
+        config: Transformer configuration; not needed.
+        hidden_size: Width of the normalised dimension.
+        eps: Added to the mean square.
+        **unused: Other arguments of megatron-core's contract.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: object
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        ones = torch.ones(hidden_size, device=torch.cuda.current_device())
+        self.register_buffer("_ones", ones, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of ``x`` ``[..., hidden_size]``."""
+        gain = self._ones.to(_accumulation_dtype(x))
+        return _RMSNormFunction.apply(x, gain, self.eps)
+
+
 class LayerNorm(_Norm):
     """``(x - mean(x)) / sqrt(var(x) + eps) * gain + bias``."""
 

@@ -8,8 +8,9 @@ megatron-core can't silently bring the old behaviour back.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.packed.model.activations import bias_swiglu_impl
 from megatron.packed.model.rotary import apply_rotary_pos_emb
@@ -17,11 +18,11 @@ from megatron.packed.model.rotary import apply_rotary_pos_emb
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced function.
+    """One replaced name.
 
     Attributes:
         module: Module of megatron-core whose name is bound anew.
-        name: The function's name there.
+        name: The function's or constant's name there.
         replacement: What takes its place; calls it doesn't mean go to the original.
         reason: Why subclassing does not do.
         versions: Versions of megatron-core in which this was checked.
@@ -29,7 +30,7 @@ class Patch:
 
     module: str
     name: str
-    replacement: Callable
+    replacement: Any
     reason: str
     versions: str
 
@@ -43,6 +44,27 @@ PATCHES = (
             "Attention.forward calls it by its module-level name. Upstream's derives positions "
             "from boundaries and row order; ours takes those of the batch, and passes upstream's "
             "own frequency layout on to upstream's function."
+        ),
+        versions="0.16.1",
+    ),
+    Patch(
+        module="megatron.core.transformer.multi_latent_attention",
+        name="apply_rotary_pos_emb",
+        replacement=apply_rotary_pos_emb,
+        reason=(
+            "MLASelfAttention calls it by its module-level name, with positions derived from "
+            "boundaries as in Attention."
+        ),
+        versions="0.16.1",
+    ),
+    Patch(
+        module="megatron.core.transformer.multi_latent_attention",
+        name="HAVE_TE",
+        replacement=importlib.util.find_spec("transformer_engine") is not None,
+        reason=(
+            "The module takes TransformerEngine for installed whenever megatron-core's adapter can "
+            "be imported, which it can without; then it asks whether a layer is an instance of "
+            "None."
         ),
         versions="0.16.1",
     ),

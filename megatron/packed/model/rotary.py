@@ -12,8 +12,11 @@ Source: RoFormer (https://arxiv.org/abs/2104.09864);
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rope_utils import (
@@ -37,6 +40,7 @@ class PositionIndexedRotaryEmbedding(RotaryEmbedding):
     """
 
     inv_freq: Tensor
+    amplitude: float = 1.0
     _position_ids: Tensor | None = None
 
     @contextmanager
@@ -73,8 +77,8 @@ class PositionIndexedRotaryEmbedding(RotaryEmbedding):
             cp_group: Ignored: position ids are those of the tokens this rank holds.
 
         Returns:
-            ``[S, B, 2, rotary_dim / 2]`` fp32: cosines, then sines. One frequency serves two
-            channels, so half the rotary width is stored.
+            ``[S, B, 2, rotary_dim / 2]`` fp32: cosines, then sines, times the amplitude. One
+            frequency serves two channels, so half the rotary width is stored.
         """
         position_ids = self._positions_or_error()
         if self.inv_freq.device != position_ids.device:
@@ -83,7 +87,8 @@ class PositionIndexedRotaryEmbedding(RotaryEmbedding):
         if self.seq_len_interpolation_factor is not None:
             positions = positions * (1 / self.seq_len_interpolation_factor)
         angles = positions.unsqueeze(-1) * self.inv_freq
-        return torch.stack((angles.cos(), angles.sin()), dim=2)
+        waves = torch.stack((angles.cos(), angles.sin()), dim=2)
+        return waves if self.amplitude == 1.0 else waves * self.amplitude
 
     def _positions_or_error(self) -> Tensor:
         if self._position_ids is None:
@@ -92,6 +97,86 @@ class PositionIndexedRotaryEmbedding(RotaryEmbedding):
                 "rotary_pos_emb.positions(position_ids)"
             )
         return self._position_ids
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """How YaRN stretches a context.
+
+    Attributes:
+        factor: by how much.
+        original_length: tokens of the context that is stretched.
+        beta_fast: channels that turn more often in it keep their frequency.
+        beta_slow: channels that turn less often are interpolated.
+        mscale: scale of the rotated channels.
+        mscale_all_dim: scale of all channels, by which that of the rotated ones is divided.
+        round_to_int: round the channels between which frequencies blend to whole ones.
+    """
+
+    factor: float
+    original_length: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    round_to_int: bool = True
+
+    def frequencies(self, width: int, base: float) -> Tensor:
+        """Angle per position of every pair of channels: fp32 ``[width / 2]``.
+
+        Args:
+            width: rotated channels.
+            base: base of the rotary frequencies.
+        """
+        powers = base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+        low, high = (
+            self._channel(self.beta_fast, width, base),
+            self._channel(self.beta_slow, width, base),
+        )
+        if self.round_to_int:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        if low == high:
+            high += 0.001  # a step in place of a ramp
+        ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        keep = 1.0 - ramp
+        return 1.0 / (self.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+    def _channel(self, turns: float, width: int, base: float) -> float:
+        """Pair of channels that turns so often in the original context."""
+        ratio = self.original_length / (turns * 2 * math.pi)
+        return width * math.log(ratio) / (2 * math.log(base))
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of cosines and sines (the paper's attention factor)."""
+        return yarn_scale(self.factor, self.mscale) / yarn_scale(self.factor, self.mscale_all_dim)
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """``0.1 * mscale * ln(factor) + 1``, or 1 where nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+class YarnPositionIndexedRotaryEmbedding(PositionIndexedRotaryEmbedding):
+    """Rotary embedding with YaRN's frequencies.
+
+    Args:
+        kv_channels: rotated channels, all of a head.
+        yarn: how the context is stretched.
+        rotary_base: base of the frequencies.
+        **kwargs: as `RotaryEmbedding`.
+
+    Source: YaRN (https://arxiv.org/abs/2309.00071);
+    ``megatron/core/models/common/embeddings/yarn_rotary_pos_embedding.py`` (0.16.1).
+    """
+
+    def __init__(
+        self, kv_channels: int, *, yarn: Yarn, rotary_base: float = 10000, **kwargs: Any
+    ) -> None:
+        super().__init__(kv_channels, rotary_percent=1.0, rotary_base=rotary_base, **kwargs)
+        self.inv_freq = yarn.frequencies(kv_channels, rotary_base).to(self.inv_freq.device)
+        self.amplitude = yarn.amplitude
 
 
 def apply_rotary_pos_emb(
@@ -109,7 +194,9 @@ def apply_rotary_pos_emb(
         freqs: What :class:`PositionIndexedRotaryEmbedding` returns, ``[S, B, 2, r/2]`` (``B`` may
             be 1 for all rows; ``[T, 1, 2, r/2]`` for a pack). Any other layout, which has size 1
             in dimension 2, goes to megatron-core's function unchanged.
-        config: Transformer configuration; ``rotary_interleaved`` is read.
+        config: Transformer configuration; ``rotary_interleaved`` and ``multi_latent_attention``
+            are read. Latent attention rotates neighbouring channels too: upstream first brings
+            them apart, which changes neither scores nor what the weights mean.
         cu_seqlens: Not needed here: every token has its own position.
         mscale: Factor of cosines and sines (YaRN's concentration).
         cp_group: Not needed here.
@@ -130,7 +217,8 @@ def apply_rotary_pos_emb(
         )
     if mscale != 1.0:
         freqs = freqs * mscale
-    return _Rotate.apply(t, freqs, config.rotary_interleaved)
+    interleaved = config.rotary_interleaved or config.multi_latent_attention
+    return _Rotate.apply(t, freqs, interleaved)
 
 
 class _Rotate(torch.autograd.Function):

@@ -8,19 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.packed.arguments import Config
+from megatron.packed.model.activations import quick_gelu, squared_relu
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
     """Leave a weight as allocated: `initialize_weights` fills it once the model is built."""
     return weight
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)² (Primer, So et al. 2021)."""
-    return F.relu(x).square()
 
 
 def params_dtype(config: Config) -> torch.dtype:
@@ -38,17 +34,49 @@ def _activation(config: Config) -> dict[str, Any]:
         return {"activation_func": F.silu, "gated_linear_unit": True}
     if config.model.squared_relu:
         return {"activation_func": squared_relu}
+    if config.model.quick_geglu:
+        return {
+            "activation_func": quick_gelu,
+            "gated_linear_unit": True,
+            "glu_linear_offset": config.model.glu_linear_offset,
+            "activation_func_clamp_value": config.model.activation_func_clamp_value,
+        }
     return {"activation_func": F.gelu}
 
 
 def _fuses_activation(config: Config) -> bool:
     """Whether core's fused bias-activation kernel exists for this model and is wanted."""
     kernels = config.kernels
-    if config.model.squared_relu:
+    if config.model.squared_relu or config.model.quick_geglu:
         return False
     if config.model.swiglu:
         return kernels.bias_swiglu_fusion
     return kernels.bias_gelu_fusion and config.model.add_bias_linear
+
+
+def _attention(config: Config) -> dict[str, Any]:
+    """How attention projects and masks, as far as layers read it."""
+    model, attention = config.model, config.attention
+    fields: dict[str, Any] = {
+        "qk_l2_norm": attention.qk_l2_norm,
+        "attention_output_gate": attention.attention_output_gate,
+        "no_rope_freq": attention.no_rope_layers(model.num_layers),
+    }
+    if attention.multi_latent_attention:
+        fields |= {
+            "q_lora_rank": attention.q_lora_rank,
+            "kv_lora_rank": attention.kv_lora_rank,
+            "qk_head_dim": attention.qk_head_dim,
+            "qk_pos_emb_head_dim": attention.qk_pos_emb_head_dim,
+            "v_head_dim": attention.v_head_dim,
+            "rope_type": "yarn" if attention.rotates_by_yarn else "rope",
+            "rotary_base": model.rotary_base,
+            "rotary_percent": model.rotary_percent,
+            "rotary_scaling_factor": attention.rotary_scaling_factor,
+            "mscale": attention.mscale,
+            "mscale_all_dim": attention.mscale_all_dim,
+        }
+    return fields
 
 
 def build_transformer_config(config: Config) -> TransformerConfig:
@@ -61,7 +89,10 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         The TransformerConfig that every layer and schedule of megatron-core reads.
     """
     model, parallel, training = config.model, config.parallel, config.training
-    return TransformerConfig(
+    kind: type[TransformerConfig] = TransformerConfig
+    if config.attention.multi_latent_attention:
+        kind = MLATransformerConfig
+    return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -108,5 +139,6 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         apply_rope_fusion=False,
         batch_p2p_comm=False,
         **_activation(config),
-        **config.core_values(field.name for field in dataclasses.fields(TransformerConfig)),
+        **_attention(config),
+        **config.core_values(field.name for field in dataclasses.fields(kind)),
     )

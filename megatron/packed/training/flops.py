@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.packed.arguments.model import ModelConfig
+from megatron.packed.arguments import Config
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,19 @@ class FlopsCounter:
     per_pair: int
 
     @classmethod
-    def from_config(cls, model: ModelConfig, padded_vocab_size: int) -> FlopsCounter:
+    def from_config(cls, config: Config, padded_vocab_size: int) -> FlopsCounter:
         """Count from the model's shape.
 
         Args:
-            model: a validated model configuration.
+            config: a validated configuration.
             padded_vocab_size: columns of the output layer.
         """
-        hidden, head_dim = model.hidden_size, model.kv_channels
-        query = model.num_attention_heads * head_dim
-        key_value = 2 * model.num_query_groups * head_dim
-        attention = hidden * (query + key_value) + query * hidden
-        mlp = (3 if model.swiglu else 2) * hidden * model.ffn_hidden_size
+        model = config.model
+        hidden = model.hidden_size
+        attention, pair = _attention_products(config)
+        mlp = (3 if model.gated else 2) * hidden * model.ffn_hidden_size
         products = model.num_layers * (attention + mlp) + hidden * padded_vocab_size
-        pair = model.num_layers * 2 * query
-        return cls(per_token=3 * 2 * products, per_pair=3 * 2 * pair)
+        return cls(per_token=3 * 2 * products, per_pair=3 * 2 * model.num_layers * pair)
 
     def count(self, tokens: int, sum_squared_lengths: int) -> int:
         """Operations of a step.
@@ -55,6 +53,27 @@ class FlopsCounter:
         """
         pairs = (sum_squared_lengths + tokens) // 2
         return tokens * self.per_token + pairs * self.per_pair
+
+
+def _attention_products(config: Config) -> tuple[int, int]:
+    """Multiply-adds of one layer's attention: per token in projections, per pair in scores."""
+    model, attention = config.model, config.attention
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    if not attention.multi_latent_attention:
+        query = heads * model.kv_channels
+        gate = query if attention.attention_output_gate else 0
+        key_value = 2 * model.num_query_groups * model.kv_channels
+        return hidden * (query + gate + key_value) + query * hidden, 2 * query
+    query, value = heads * attention.query_width, heads * attention.v_head_dim
+    rank = attention.kv_lora_rank
+    products = (
+        hidden * query
+        if attention.q_lora_rank is None
+        else attention.q_lora_rank * (hidden + query)
+    )
+    products += hidden * (rank + attention.qk_pos_emb_head_dim)
+    products += rank * (heads * attention.qk_head_dim + value)
+    return products + value * hidden, query + value
 
 
 def measure_gemm_peak(

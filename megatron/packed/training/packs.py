@@ -302,7 +302,7 @@ def build_packer(config: Config, corpus: DocumentCorpus, vocab_size: int) -> Doc
     packing, capacity = config.packing, config.data.seq_length
     if packing.overlong_documents == "error":
         corpus.refuse_longer_than(capacity)
-    flops = FlopsCounter.from_config(config.model, vocab_size)
+    flops = FlopsCounter.from_config(config, vocab_size)
     try:
         return build_document_packer(
             packing.packing_strategy,

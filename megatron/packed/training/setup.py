@@ -82,7 +82,7 @@ def _build_reporter(
     peak = measure_gemm_peak(environment.accelerator.device, params_dtype(config), size=size)
     return Reporter(
         config=config,
-        flops=FlopsCounter.from_config(config.model, padded_vocab(config, tokenizer)),
+        flops=FlopsCounter.from_config(config, padded_vocab(config, tokenizer)),
         gemm_peak=peak,
         writers=writers,
         device=environment.accelerator.device,

@@ -10,10 +10,12 @@ import pytest
 from megatron.packed.arguments import config_from_flags, override, rules
 from megatron.packed.errors import ConfigurationError
 
+from .broken_attention import BROKEN_ATTENTION
 from .flags import MINIMAL
 
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
 BROKEN = [
+    *BROKEN_ATTENTION,
     ("world_size", "--tensor-model-parallel-size 2", "3 processes started", 3),
     ("world_size", "--context-parallel-size 2", "context 2 = 2 parallel processes", 3),
     (
@@ -64,14 +66,15 @@ BROKEN = [
         3,
     ),
     ("activation", "--swiglu --squared-relu", "--swiglu and --squared-relu", 1),
-    ("flash_attention", "--use-flash-attn --attention-backend fused", "contradict each other", 1),
-    ("rotary_embedding", "--use-rope-scaling", "not learned_absolute", 1),
+    ("activation", "--quick-geglu --squared-relu", "--squared-relu and --quick-geglu", 1),
+    ("activation", "--swiglu --glu-linear-offset 1", "--glu-linear-offset 1: needs --quick", 1),
     (
-        "rotary_embedding",
-        "--position-embedding-type rope --rotary-percent 0.2",
-        "rotates 3 of 16 channels",
+        "activation",
+        "--activation-func-clamp-value 7",
+        "--activation-func-clamp-value 7: needs --quick-geglu",
         1,
     ),
+    ("flash_attention", "--use-flash-attn --attention-backend fused", "contradict each other", 1),
     (
         "position_table",
         "--max-position-embeddings 64",
@@ -339,6 +342,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
     modules = (
         rules.layout,
         rules.model,
+        rules.attention,
         rules.training,
         rules.data,
         rules.packing,

@@ -13,21 +13,51 @@ PADDED_VOCAB = 128
 def _brute_force(flags: str, lengths: list[int]) -> int:
     """Multiply and add token by token, pair by pair; backward costs twice the forward pass."""
     model = config(flags).model
-    head, hidden, ffn = model.kv_channels, model.hidden_size, model.ffn_hidden_size
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
     total = 0
     for length in lengths:
         for position in range(length):
             for _ in range(model.num_layers):
-                for _ in range(model.num_attention_heads):
-                    total += 2 * hidden * head  # query
-                    total += 2 * head * hidden  # its part of the output projection
-                    for _ in range(position + 1):
-                        total += 2 * head + 2 * head  # score, and weighted value
-                for _ in range(model.num_query_groups):
-                    total += 2 * (2 * hidden * head)  # key and value
-                total += (3 if model.swiglu else 2) * 2 * hidden * ffn
+                attend = _latent_heads if "latent" in flags else _plain_heads
+                total += attend(flags, position + 1)
+                total += (3 if "glu" in flags else 2) * 2 * hidden * ffn
             total += 2 * hidden * PADDED_VOCAB
     return 3 * total
+
+
+def _plain_heads(flags: str, keys: int) -> int:
+    """One token's attention over some keys."""
+    model, total = config(flags).model, 0
+    head, hidden = model.kv_channels, model.hidden_size
+    for _ in range(model.num_attention_heads):
+        total += 2 * hidden * head  # query
+        total += 2 * hidden * head if "gate" in flags else 0
+        total += 2 * head * hidden  # its part of the output projection
+        for _ in range(keys):
+            total += 2 * head + 2 * head  # score, and weighted value
+    for _ in range(model.num_query_groups):
+        total += 2 * (2 * hidden * head)  # key and value
+    return total
+
+
+def _latent_heads(flags: str, keys: int) -> int:
+    """The same with the widths of `LATENT`."""
+    model = config(flags).model
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    total = 2 * hidden * (12 + 6)  # kv latent, shared key channels
+    total += 2 * hidden * 20 if "q-lora" in flags else 0
+    for _ in range(heads):
+        total += 2 * (20 if "q-lora" in flags else hidden) * (10 + 6)  # query
+        total += 2 * 12 * (10 + 14)  # key and value
+        total += 2 * 14 * hidden
+        total += keys * (2 * (10 + 6) + 2 * 14)
+    return total
+
+
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 "
+    "--v-head-dim 14 --num-layers 2 "
+)
 
 
 @pytest.mark.parametrize(
@@ -37,17 +67,21 @@ def _brute_force(flags: str, lengths: list[int]) -> int:
         "--swiglu --ffn-hidden-size 96",
         "--group-query-attention --num-query-groups 2",
         "--group-query-attention --num-query-groups 1 --kv-channels 8 --num-layers 1",
+        "--quick-geglu",
+        "--attention-output-gate --kv-channels 8",
+        LATENT,
+        LATENT + "--q-lora-rank 20",
     ],
 )
 @pytest.mark.parametrize("lengths", [[1], [7], [3, 1, 5, 1], []])
 def test_count_equals_brute_force(flags: str, lengths: list[int]) -> None:
-    counter = FlopsCounter.from_config(config(flags).model, PADDED_VOCAB)
+    counter = FlopsCounter.from_config(config(flags), PADDED_VOCAB)
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     assert counter.count(tokens, squares) == _brute_force(flags, lengths)
 
 
 def test_attention_follows_segments_not_the_pack() -> None:
-    counter = FlopsCounter.from_config(config().model, PADDED_VOCAB)
+    counter = FlopsCounter.from_config(config(), PADDED_VOCAB)
     whole, pieces = counter.count(4096, 4096**2), counter.count(4096, 64 * 64**2)
     assert whole - pieces == (4096**2 - 64 * 64**2) // 2 * counter.per_pair
 

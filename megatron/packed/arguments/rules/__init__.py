@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from megatron.packed.arguments.config import Config, all_specs
 from megatron.packed.arguments.declare import EVERYWHERE, FlagSpec
 from megatron.packed.arguments.rules import (
+    attention,
     context_parallel,
     data,
     hardware,
@@ -27,6 +28,7 @@ Rule = Callable[[Config], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     layout.RULES
     + model.RULES
+    + attention.RULES
     + training.RULES
     + data.RULES
     + packing.RULES

@@ -64,8 +64,22 @@ def layers_over_pipeline(config: Config) -> Iterator[str]:
 
 
 def activation(config: Config) -> Iterator[str]:
-    if config.model.swiglu and config.model.squared_relu:
-        yield "--swiglu and --squared-relu: choose one activation"
+    model = config.model
+    asked = [
+        name
+        for name, value in (
+            ("--swiglu", model.swiglu),
+            ("--squared-relu", model.squared_relu),
+            ("--quick-geglu", model.quick_geglu),
+        )
+        if value
+    ]
+    if len(asked) > 1:
+        yield f"{' and '.join(asked)}: choose one activation"
+    for dest in ("glu_linear_offset", "activation_func_clamp_value"):
+        if config.get(dest) and not model.quick_geglu:
+            name = f"--{dest.replace('_', '-')}"
+            yield f"{name} {config.get(dest):g}: needs --quick-geglu; add it or leave {name} out"
 
 
 def flash_attention(config: Config) -> Iterator[str]:
@@ -74,24 +88,6 @@ def flash_attention(config: Config) -> Iterator[str]:
         yield (
             f"--use-flash-attn and --attention-backend {backend}: contradict each other; "
             "keep the second"
-        )
-
-
-def rotary_embedding(config: Config) -> Iterator[str]:
-    model = config.model
-    if model.position_embedding_type != "rope":
-        if model.use_rope_scaling:
-            yield (
-                "--use-rope-scaling: needs --position-embedding-type rope, not "
-                f"{model.position_embedding_type}; change one of them"
-            )
-        return
-    rotated = int(model.kv_channels * model.rotary_percent)
-    if rotated < 2 or rotated % 2:
-        yield (
-            f"--rotary-percent {model.rotary_percent:g}: rotates {rotated} of "
-            f"{model.kv_channels} channels of a head, which must be an even number above 0; "
-            "change it or --kv-channels"
         )
 
 
@@ -122,7 +118,6 @@ RULES = (
     layers_over_pipeline,
     activation,
     flash_attention,
-    rotary_embedding,
     position_table,
     sequence_shards,
 )

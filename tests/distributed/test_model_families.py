@@ -1,0 +1,142 @@
+"""Every family of models: a packed step is its documents one at a time, on every layout.
+
+What a family reads of a document (positions, windows, latents, sinks) is compared with the same
+model run over each document alone in fp64; so are all layouts, which therefore agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.documents import DocumentResult, run_documents, run_pack
+from tests.distributed.harness import RankResult, relative_l2, run
+from tests.distributed.pool import WorkerPools
+from tests.distributed.test_packed_documents import COMMON, PIECES, SAMPLES
+
+LOSS_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 1e-5
+
+ROPE = "--position-embedding-type rope "
+LLAMA = (
+    f"{ROPE} --normalization RMSNorm --swiglu --group-query-attention --num-query-groups 2 "
+    "--disable-bias-linear --untie-embeddings-and-output-weights "
+)
+LATENT = (
+    f"{ROPE} --normalization RMSNorm --swiglu --disable-bias-linear --multi-latent-attention "
+    "--untie-embeddings-and-output-weights --kv-lora-rank 16 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 12 "
+)
+FAMILIES = {
+    "gpt3": "--position-embedding-type learned_absolute",
+    "llama": LLAMA,
+    "no-positions": "--position-embedding-type none --squared-relu --apply-layernorm-1p",
+    "query-key-norm": f"{LLAMA} --qk-layernorm --rotary-percent 0.5 --rotary-interleaved",
+    "query-key-l2-norm": f"{LLAMA} --qk-l2-norm --no-rope-freq 2",
+    "squared-relu": f"{ROPE} --squared-relu --apply-layernorm-1p --rotary-percent 0.5",
+    "geglu": f"{ROPE} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.01",
+    "gated-attention": f"{LLAMA} --attention-output-gate --qk-layernorm --apply-layernorm-1p",
+    "yarn": (
+        f"{LLAMA} --position-embedding-type yarn --rotary-scaling-factor 32 "
+        "--yarn-original-max-position-embeddings 8 --rotary-base 150"
+    ),
+    "llama-3-rope": f"{LLAMA} --use-rope-scaling --rope-scaling-factor 4 --rotary-base 500",
+    "latent": (
+        f"{LATENT} --q-lora-rank 24 --qk-layernorm --rotary-scaling-factor 40 --mscale-all-dim 1.0"
+    ),
+    "latent-direct-queries": f"{LATENT} --rope-type rope --rotary-base 100",
+}
+LAYOUTS = {
+    "one": (1, "--micro-batch-size 6"),
+    "tp2": (2, "--micro-batch-size 3 --tensor-model-parallel-size 2"),
+    "tp2-sp": (2, "--micro-batch-size 3 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--micro-batch-size 3 --pipeline-model-parallel-size 2"),
+    "ring": (2, "--micro-batch-size 3 --context-parallel-size 2"),
+    "a2a": (2, "--micro-batch-size 3 --context-parallel-size 2 --cp-comm-type a2a"),
+    "magi": (2, "--micro-batch-size 3 --context-parallel-size 2 --attention-backend magi"),
+    "ring-tp2": (
+        4,
+        "--micro-batch-size 3 --context-parallel-size 2 --tensor-model-parallel-size 2",
+    ),
+    "ring-pp2": (
+        4,
+        "--micro-batch-size 3 --context-parallel-size 2 --pipeline-model-parallel-size 2",
+    ),
+}
+# What every run of the tests holds; the others are `slow`.
+ALWAYS = {
+    *((family, layout) for family in ("latent",) for layout in LAYOUTS),
+    *((family, layout) for family in FAMILIES for layout in ("one", "tp2")),
+    ("latent-direct-queries", "tp2-sp"),
+    ("query-key-norm", "pp2"),
+    ("gated-attention", "magi"),
+    ("yarn", "ring"),
+}
+
+
+def _grid() -> list[object]:
+    return [
+        pytest.param(
+            family,
+            layout,
+            marks=() if (family, layout) in ALWAYS else pytest.mark.slow,
+            id=f"{family}-{layout}",
+        )
+        for family in FAMILIES
+        for layout in LAYOUTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_by_one(worker_pool: WorkerPools) -> Callable[[str], DocumentResult]:
+    """Every document of a family alone, in fp64; made once."""
+    known: dict[str, DocumentResult] = {}
+
+    def get(family: str) -> DocumentResult:
+        if family not in known:
+            flags = f"{COMMON} {FAMILIES[family]} --micro-batch-size 1"
+            (known[family],) = worker_pool(1).run(run_documents, flags, PIECES, True)
+        return known[family]
+
+    return get
+
+
+@pytest.mark.parametrize(("family", "layout"), _grid())
+def test_a_step_equals_its_documents(
+    family: str,
+    layout: str,
+    worker_pool: WorkerPools,
+    one_by_one: Callable[[str], DocumentResult],
+) -> None:
+    world_size, flags = LAYOUTS[layout]
+    result = run(worker_pool, world_size, f"{COMMON} {FAMILIES[family]} {flags}", rows=SAMPLES)
+    check(result, one_by_one(family))
+
+
+def check(result: RankResult, reference: DocumentResult) -> None:
+    """The same count, loss and gradient."""
+    assert result.loss_counts == [reference.count]
+    assert result.losses[0] == pytest.approx(reference.loss, rel=LOSS_TOLERANCE)
+    assert relative_l2(result.gradient, reference.gradient) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_double_precision(
+    family: str, worker_pool: WorkerPools, one_by_one: Callable[[str], DocumentResult]
+) -> None:
+    """Document by document, in a pack with padding after every segment."""
+    command = f"{COMMON} {FAMILIES[family]} --micro-batch-size 6"
+    (result,) = worker_pool(1).run(run_pack, command, SAMPLES, 8)
+    reference = one_by_one(family)
+    assert result.count == reference.count
+    assert result.losses == pytest.approx(reference.losses, rel=1e-12, abs=1e-12)
+    assert relative_l2(result.gradient, reference.gradient) < 1e-12
+
+
+def test_families_are_different_models(one_by_one: Callable[[str], DocumentResult]) -> None:
+    """No flag of a family is without effect: no two agree in what their documents lose."""
+    losses = {family: one_by_one(family).loss for family in FAMILIES}
+    by_value = sorted(losses.items(), key=lambda item: item[1])
+    for (one, first), (other, second) in zip(by_value, by_value[1:], strict=False):
+        assert second - first > 1e-6 * first, f"{one} and {other} are the same"
