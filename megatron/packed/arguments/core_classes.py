@@ -191,7 +191,6 @@ REFUSED: Mapping[str, str] = {
         "--use-distributed-optimizer"
     ),
     "reuse_grad_buf_for_mxfp8_param_ag": "it belongs to mxfp8 parameters; leave it out",
-    "qk_l2_norm": "queries and keys have no such norm here; --qk-layernorm normalises them",
     "batch_invariant_mode": "its kernels are for inference; leave it out",
 }
 
@@ -207,7 +206,7 @@ REFUSED_ON_CPU: Mapping[str, str] = {
 # no meaning without --fp8-format.
 HONOURED = _names(
     """
-    glu_linear_offset activation_func_clamp_value check_for_large_grads
+    check_for_large_grads
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
     linear_num_value_heads apply_wd_to_qk_layernorm
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff

@@ -89,10 +89,10 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         The TransformerConfig that every layer and schedule of megatron-core reads.
     """
     model, parallel, training = config.model, config.parallel, config.training
-    kind: type[TransformerConfig] = TransformerConfig
+    config_class: type[TransformerConfig] = TransformerConfig
     if config.attention.multi_latent_attention:
-        kind = MLATransformerConfig
-    return kind(
+        config_class = MLATransformerConfig
+    return config_class(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -140,5 +140,5 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         batch_p2p_comm=False,
         **_activation(config),
         **_attention(config),
-        **config.core_values(field.name for field in dataclasses.fields(kind)),
+        **config.core_values(field.name for field in dataclasses.fields(config_class)),
     )

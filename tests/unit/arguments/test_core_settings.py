@@ -188,7 +188,7 @@ def test_fp8_is_refused_where_there_is_no_such_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("path", "function"),
     [
-        ("megatron/packed/model/transformer_config.py", "TransformerConfig"),
+        ("megatron/packed/model/transformer_config.py", "config_class"),
         ("megatron/packed/model/builder.py", "DistributedDataParallelConfig"),
         ("megatron/packed/training/optimization.py", "OptimizerConfig"),
     ],
