@@ -16,7 +16,7 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -89,6 +89,7 @@ def run(
     valid_rows: Sequence[dict[str, Any]] | None = None,
     prepare: Callable[[Any], None] | None = None,
     inspect: Callable[[Any], Any] | None = None,
+    replace: Mapping[str, Callable[..., Any]] | None = None,
 ) -> RankResult:
     """Train in `world_size` processes and join what the ranks bring back.
 
@@ -100,12 +101,19 @@ def run(
         valid_rows: validation samples in place of a corpus.
         prepare: module-level function, called with the Trainer before it trains.
         inspect: module-level function, called with the Trainer after it has trained.
+        replace: module-level functions that stand in for those of these dotted names.
 
     Returns:
         Rank 0's result with whole parameters, and a list over ranks as `extra`.
     """
     results = pools(world_size).run(
-        train, flags, rows=rows, valid_rows=valid_rows, prepare=prepare, inspect=inspect
+        train,
+        flags,
+        rows=rows,
+        valid_rows=valid_rows,
+        prepare=prepare,
+        inspect=inspect,
+        replace=replace,
     )
     first = results[0]
     for other in results[1:]:
@@ -169,6 +177,7 @@ def train(
     valid_rows: Sequence[dict[str, Any]] | None = None,
     prepare: Callable[[Any], None] | None = None,
     inspect: Callable[[Any], Any] | None = None,
+    replace: Mapping[str, Callable[..., Any]] | None = None,
 ) -> RankResult:
     """Run the program on this rank; arguments as for `run`."""
     from megatron.packed.arguments import config_from_flags
@@ -182,6 +191,8 @@ def train(
         stack.enter_context(contextlib.redirect_stdout(log))
         # The peak only scales the MFU of the log, and takes half a second.
         stack.enter_context(mock.patch.object(setup, "measure_gemm_peak", lambda *a, **k: 1e9))
+        for name, function in (replace or {}).items():
+            stack.enter_context(mock.patch(name, function))
         if rows is not None:
             datasets = Datasets(train=rows, valid=valid_rows, test=None)  # type: ignore[arg-type]
             replaced = "megatron.packed.training.data.build_datasets"
@@ -274,7 +285,7 @@ def parameter_shards(
 
     shards = {}
     for chunk in unwrap_model(model):
-        offset = get_transformer_layer_offset(chunk.config)
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:

@@ -1,8 +1,9 @@
-"""Build this rank's model: GPT stage, initial weights, precision, data parallelism."""
+"""Build this rank's model: chunks of GPT, initial weights, precision, data parallelism."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from megatron.core import parallel_state
@@ -32,8 +33,9 @@ def build_gpt_model(
     *,
     vocab_size: int,
     padded_vocab_size: int,
+    vp_stage: int | None = None,
 ) -> PackedGPTModel:
-    """Build this rank's pipeline stage with its initial weights.
+    """Build a pipeline stage of this rank with its initial weights.
 
     Args:
         config: the run's configuration.
@@ -41,6 +43,7 @@ def build_gpt_model(
         accelerator: where the weights live.
         vocab_size: ids of the tokenizer.
         padded_vocab_size: rows of the embedding over all tensor-parallel ranks.
+        vp_stage: which of this rank's stages, when it has several.
 
     Returns:
         The unwrapped model, in the parameter dtype, on the accelerator.
@@ -50,11 +53,11 @@ def build_gpt_model(
     model = PackedGPTModel(
         real_vocab_size=vocab_size,
         config=transformer_config,
-        transformer_layer_spec=build_layer_spec(config, transformer_config, accelerator),
+        transformer_layer_spec=build_layer_spec(config, transformer_config, accelerator, vp_stage),
         vocab_size=padded_vocab_size,
         max_sequence_length=model_flags.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=not model_flags.untie_embeddings_and_output_weights,
         # YaRN is RoPE with other frequencies: core's own class for it is not built.
@@ -64,6 +67,7 @@ def build_gpt_model(
             else model_flags.position_embedding_type
         ),
         rotary=build_rotary_embedding(config),
+        vp_stage=vp_stage,
     )
     initialize_weights(
         model,
@@ -76,7 +80,7 @@ def build_gpt_model(
             tp_size=parallel_state.get_tensor_model_parallel_world_size(),
             vocab_size=vocab_size,
         ),
-        layer_offset=get_transformer_layer_offset(transformer_config),
+        layer_offset=get_transformer_layer_offset(transformer_config, vp_stage),
     )
     return model.to(accelerator.device)
 
@@ -119,7 +123,10 @@ def build_rotary_embedding(config: Config) -> PositionIndexedRotaryEmbedding | N
 
 
 def wrap_for_training(
-    config: Config, transformer_config: TransformerConfig, model: torch.nn.Module
+    config: Config,
+    transformer_config: TransformerConfig,
+    model: torch.nn.Module,
+    chunk: int = 0,
 ) -> DistributedDataParallel:
     """Wrap a stage in precision conversion and megatron-core's DistributedDataParallel.
 
@@ -127,6 +134,7 @@ def wrap_for_training(
         config: the run's configuration.
         transformer_config: its megatron-core form.
         model: the stage of `build_gpt_model`.
+        chunk: which of this rank's stages it is.
 
     Returns:
         The wrapped stage, ready for `get_megatron_optimizer`.
@@ -149,20 +157,20 @@ def wrap_for_training(
             ),
         ),
         module=model,
-        disable_bucketing=not overlap,
+        # Backward ends with the first chunk, the only one whose gradients come in pieces.
+        disable_bucketing=not overlap or chunk > 0,
     )
 
 
-def count_parameters(model: torch.nn.Module) -> int:
+def count_parameters(model: list[DistributedDataParallel], device: torch.device) -> int:
     """Parameters of the whole model, tied copies and tensor-parallel replicas counted once."""
     local = 0
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    for parameter in model.parameters():
+    for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in model):
         if getattr(parameter, "shared", False):
             continue
         if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
             local += parameter.numel()
-    device = next(model.parameters()).device
     total = torch.tensor([local], dtype=torch.int64, device=device)
     torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
     return int(total.item())
@@ -170,14 +178,23 @@ def count_parameters(model: torch.nn.Module) -> int:
 
 def build_model(
     config: Config, accelerator: Accelerator, *, vocab_size: int, padded_vocab_size: int
-) -> tuple[DistributedDataParallel, TransformerConfig]:
-    """Build and wrap this rank's stage; returns it with the TransformerConfig it runs under."""
+) -> tuple[list[DistributedDataParallel], TransformerConfig]:
+    """Build and wrap this rank's stages.
+
+    Returns:
+        The stages in the order that tokens pass them, and the TransformerConfig they run under.
+    """
     transformer_config = build_transformer_config(config)
-    model = build_gpt_model(
-        config,
-        transformer_config,
-        accelerator,
-        vocab_size=vocab_size,
-        padded_vocab_size=padded_vocab_size,
-    )
-    return wrap_for_training(config, transformer_config, model), transformer_config
+    virtual = transformer_config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for number in range(virtual or 1):
+        model = build_gpt_model(
+            config,
+            transformer_config,
+            accelerator,
+            vocab_size=vocab_size,
+            padded_vocab_size=padded_vocab_size,
+            vp_stage=number if virtual else None,
+        )
+        chunks.append(wrap_for_training(config, transformer_config, model, number))
+    return chunks, transformer_config

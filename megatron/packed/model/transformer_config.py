@@ -11,6 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.packed.arguments import Config
+from megatron.packed.arguments.stages import virtual_size
 from megatron.packed.model.activations import quick_gelu, squared_relu
 
 
@@ -79,6 +80,25 @@ def _attention(config: Config) -> dict[str, Any]:
     return fields
 
 
+def _pipeline(config: Config) -> dict[str, Any]:
+    """How layers are laid over stages, and how stages exchange tensors."""
+    pipeline, virtual = config.pipeline, virtual_size(config)
+    overlap = virtual is not None and pipeline.overlap_p2p_comm
+    return {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "pipeline_model_parallel_layout": pipeline.pipeline_model_parallel_layout,
+        "num_layers_in_first_pipeline_stage": pipeline.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": pipeline.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": pipeline.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": pipeline.account_for_loss_in_pipeline_split,
+        "microbatch_group_size_per_vp_stage": pipeline.microbatch_group_size_per_vp_stage,
+        "overlap_p2p_comm": overlap,
+        "overlap_p2p_comm_warmup_flush": overlap and pipeline.overlap_p2p_comm_warmup_flush,
+        # Batches of sends and receives are NCCL's; gloo has none.
+        "batch_p2p_comm": config.device_type == "cuda" and not overlap,
+    }
+
+
 def build_transformer_config(config: Config) -> TransformerConfig:
     """Translate a validated configuration.
 
@@ -119,6 +139,7 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         init_method_std=model.init_method_std,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        **_pipeline(config),
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         params_dtype=params_dtype(config),
@@ -137,7 +158,6 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         gradient_accumulation_fusion=config.kernels.gradient_accumulation_fusion,
         # Our rotary lookup is already one fused pass per micro-batch.
         apply_rope_fusion=False,
-        batch_p2p_comm=False,
         **_activation(config),
         **_attention(config),
         **config.core_values(field.name for field in dataclasses.fields(config_class)),

@@ -344,13 +344,14 @@ class MicroBatchIterator:
     iteration: int = 0
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
     _ahead: deque[HostBatch] = field(default_factory=deque)
+    _lengths: list[int] = field(default_factory=list)
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
     def __next__(self) -> MicroBatch:
         start = time.perf_counter()
-        batch = self._ahead.popleft() if self._ahead else self.source.read()
+        batch = self._ahead.popleft() if self._ahead else self._read()
         on_device = batch.to(self.source.environment.accelerator.device, non_blocking=True)
         if isinstance(on_device, PackedBatch):
             micro_batch = _from_pack(on_device)
@@ -368,6 +369,26 @@ class MicroBatchIterator:
         self.source = replace(self.source, loader=self.reopen())
         self.consumed_samples = 0
         self._ahead.clear()
+
+    def _read(self) -> HostBatch:
+        batch = self.source.read()
+        self._lengths.append(batch.tokens.shape[1])
+        return batch
+
+    def begin_step(self) -> None:
+        """Count micro-batches from the next one on."""
+        self._lengths = [batch.tokens.shape[1] for batch in self._ahead]
+
+    def length_of(self, number: int) -> int:
+        """Tokens of a row, or of a pack, on this context-parallel rank.
+
+        Args:
+            number: counts from the first micro-batch of the step; a later one than those
+                handed out is read ahead.
+        """
+        while len(self._lengths) <= number:
+            self._ahead.append(self._read())
+        return self._lengths[number]
 
     def take_statistics(self) -> BatchStatistics:
         """Counts of all data-parallel ranks since the last call; a collective call."""
@@ -390,7 +411,7 @@ class MicroBatchIterator:
         if group is None:
             return
         while len(self._ahead) < num_microbatches:
-            self._ahead.append(self.source.read())
+            self._ahead.append(self._read())
         for number, batch in enumerate(self._ahead):
             assert isinstance(batch, PackedBatch)  # the flag needs --use-packed-sequence
             first = self.consumed_samples + number * self.samples_per_micro_batch

@@ -16,6 +16,7 @@ import torch
 
 from megatron.packed.accelerator import Accelerator, select_accelerator
 from megatron.packed.arguments import Config
+from megatron.packed.arguments.stages import virtual_size
 from megatron.packed.errors import ConfigurationError
 
 
@@ -98,6 +99,7 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_size(config),
         context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=accelerator.name == "cuda",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.packed.training.batches import MicroBatchIterator
-from megatron.packed.training.step import StepShape, forward_step, reduce_reports
+from megatron.packed.training.pipeline import StepShape, forward_backward
+from megatron.packed.training.step import forward_step, reduce_reports
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,10 @@ def evaluate(
         chunk.eval()
     device = batches.source.environment.accelerator.device
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    forward_backward = get_forward_backward_func()
     for _ in range(num_iterations):
         batches.check_metadata(num_microbatches)
         reports = forward_backward(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=shape.sequence_length,
-            micro_batch_size=shape.batch_size,
-            forward_only=True,
+            forward_step, model, batches, shape, num_microbatches, forward_only=True
         )
         total += reduce_reports(reports, device)
     for chunk in model:

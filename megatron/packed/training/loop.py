@@ -16,11 +16,13 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron.packed.arguments import Config
+from megatron.packed.arguments.stages import stages_of
 from megatron.packed.training.batches import MicroBatchIterator, pack_alignment, pack_capacity
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.evaluation import evaluate
+from megatron.packed.training.pipeline import StepShape
 from megatron.packed.training.reporting import Reporter
-from megatron.packed.training.step import StepShape, TrainStep
+from megatron.packed.training.step import TrainStep
 
 
 @dataclass
@@ -84,14 +86,15 @@ class Splits:
 
 
 def step_shape(config: Config, transformer_config: object) -> StepShape:
-    """Shape of a micro-batch; packs without a fixed capacity announce theirs at each exchange."""
+    """Shape of a micro-batch; packs without a fixed capacity differ in theirs."""
+    stages = stages_of(config)
     if not config.packing.use_packed_sequence:
-        return StepShape(config.data.seq_length, config.training.micro_batch_size)
+        return StepShape(config.data.seq_length, config.training.micro_batch_size, stages)
     capacity = pack_capacity(config, pack_alignment(config))
     if capacity is None:
         transformer_config.variable_seq_lengths = True  # type: ignore[attr-defined]
         capacity = config.training.micro_batch_size * config.data.seq_length
-    return StepShape(capacity, 1)
+    return StepShape(capacity, 1, stages)
 
 
 @torch.no_grad()

@@ -60,10 +60,10 @@ def build_step(config: Config, environment: Environment, tokenizer: PackedTokeni
         vocab_size=tokenizer.vocab_size,
         padded_vocab_size=padded_vocab(config, tokenizer),
     )
-    print_rank_0(f"parameters: {count_parameters(model):,}")
-    optimizer = build_optimizer(config, [model], environment.accelerator)
+    print_rank_0(f"parameters: {count_parameters(model, environment.accelerator.device):,}")
+    optimizer = build_optimizer(config, model, environment.accelerator)
     return TrainStep(
-        model=[model],
+        model=model,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
         transformer_config=transformer_config,

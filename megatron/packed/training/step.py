@@ -14,27 +14,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packed.errors import TrainingError
 from megatron.packed.loss.token import token_loss
 from megatron.packed.training.batches import MicroBatch, MicroBatchIterator
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What the pipeline schedule must know about a micro-batch.
-
-    Attributes:
-        sequence_length: tokens along the first dimension of the hidden states, before
-            sequence parallelism divides them.
-        batch_size: size of their second dimension (1 for a pack).
-    """
-
-    sequence_length: int
-    batch_size: int
+from megatron.packed.training.pipeline import StepShape, forward_backward
 
 
 @dataclass
@@ -223,14 +209,8 @@ class TrainStep:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with naming_lost_ranks(batches):
-            reports = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=batches,
-                model=self.model,
-                num_microbatches=num_microbatches,
-                seq_length=self.shape.sequence_length,
-                micro_batch_size=self.shape.batch_size,
-                forward_only=False,
+            reports = forward_backward(
+                forward_step, self.model, batches, self.shape, num_microbatches, forward_only=False
             )
             loss_sum, loss_count = reduce_reports(reports, self.device).tolist()
         if self.check_for_nan:

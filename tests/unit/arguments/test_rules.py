@@ -11,6 +11,7 @@ from megatron.packed.arguments import config_from_flags, override, rules
 from megatron.packed.errors import ConfigurationError
 
 from .broken_attention import BROKEN_ATTENTION
+from .broken_pipeline import BROKEN_PIPELINE
 from .flags import MINIMAL
 
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
@@ -58,12 +59,6 @@ BROKEN = [
         "--ffn-hidden-size 97 --tensor-model-parallel-size 2",
         "--ffn-hidden-size 97",
         2,
-    ),
-    (
-        "layers_over_pipeline",
-        "--pipeline-model-parallel-size 3",
-        "--num-layers 4: .*--pipeline-model-parallel-size 3",
-        3,
     ),
     ("activation", "--swiglu --squared-relu", "--swiglu and --squared-relu", 1),
     ("activation", "--quick-geglu --squared-relu", "--squared-relu and --quick-geglu", 1),
@@ -304,6 +299,7 @@ BROKEN = [
     ),
     ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
     ("attention_dropout_on_cpu", "--attention-dropout 0.1", "--attention-dropout 0.0", 1),
+    *BROKEN_PIPELINE,
 ]
 
 
@@ -341,6 +337,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
     listed = (*rules.RULES, *rules.HARDWARE_RULES)
     modules = (
         rules.layout,
+        rules.pipeline,
         rules.model,
         rules.attention,
         rules.training,

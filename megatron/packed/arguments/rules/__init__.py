@@ -19,6 +19,7 @@ from megatron.packed.arguments.rules import (
     layout,
     model,
     packing,
+    pipeline,
     training,
 )
 from megatron.packed.errors import ConfigurationError
@@ -27,6 +28,7 @@ Rule = Callable[[Config], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
     layout.RULES
+    + pipeline.RULES
     + model.RULES
     + attention.RULES
     + training.RULES

@@ -54,15 +54,6 @@ def feed_forward_width(config: Config) -> Iterator[str]:
         )
 
 
-def layers_over_pipeline(config: Config) -> Iterator[str]:
-    layers, stages = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if layers % stages:
-        yield (
-            f"--num-layers {layers}: must be a multiple of --pipeline-model-parallel-size "
-            f"{stages}; change one of them"
-        )
-
-
 def activation(config: Config) -> Iterator[str]:
     model = config.model
     asked = [
@@ -115,7 +106,6 @@ RULES = (
     heads_over_tensor_parallel,
     query_groups,
     feed_forward_width,
-    layers_over_pipeline,
     activation,
     flash_attention,
     position_table,

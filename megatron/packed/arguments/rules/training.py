@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.packed.arguments.config import Config
+from megatron.packed.arguments.stages import LayoutError, stages_of
 
 
 def precision(config: Config) -> Iterator[str]:
     if config.model.fp32_residual_connection and not config.training.bf16:
         yield "--fp32-residual-connection: needs --bf16; in fp32 the residual is fp32 already"
+
+
+def _largest_stage(config: Config) -> int:
+    try:
+        return max(stages_of(config).layers)
+    except LayoutError:  # which another rule reports
+        return config.model.num_layers
 
 
 def recompute(config: Config) -> Iterator[str]:
@@ -23,7 +31,7 @@ def recompute(config: Config) -> Iterator[str]:
                 "--recompute-num-layers; 'uniform' and 1 save the most memory"
             )
         else:
-            stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+            stage = _largest_stage(config)
             if layers > stage:
                 yield (
                     f"--recompute-num-layers {layers}: a pipeline stage has {stage} layers; "
