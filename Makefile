@@ -3,6 +3,7 @@
 #   make demo        corpus, tokenizer, preprocessing, training on 2 CPU processes, loss curve
 #   make test        the test suite
 #   make lint        ruff and mypy
+#   make docs        docs/flags.md, from the flags' declarations
 #   make bench-step  training steps side by side; bench-memory, bench-packing likewise
 #   make PYTHON=...  another interpreter (default python3.11)
 #
@@ -20,7 +21,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 comma := ,
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full lint bench-step bench-memory bench-packing asan clean
+.PHONY: demo test test-full lint docs bench-step bench-memory bench-packing asan clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -66,6 +67,9 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy megatron/packed pretrain_gpt.py
+
+docs: $(INSTALLED)
+	$(BIN)/python tools/document_flags.py
 
 # ---- benchmarks -------------------------------------------------------------------------------
 
