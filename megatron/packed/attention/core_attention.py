@@ -8,12 +8,14 @@ Source: ``megatron/core/transformer/dot_product_attention.py`` and ``attention.p
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from megatron.packed.attention.communicator import ProcessGroupCommunicator
 from megatron.packed.attention.executor import packed_attention
-from megatron.packed.attention.kernels import cpu
+from megatron.packed.attention.kernels import cpu, dropout
 from megatron.packed.attention.plans import AttentionPlan, LayerPlans
 from megatron.packed.attention.plans.local import plan_of_layout
 from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
@@ -52,7 +54,8 @@ class PackedCoreAttention(MegatronModule):
         layer_number: Global 1-based layer number.
         attn_mask_type: ``causal`` or ``padding_causal``.
         attention_type: ``self``.
-        attention_dropout: Overrides ``config.attention_dropout``; only 0 is possible.
+        attention_dropout: Overrides ``config.attention_dropout``; in training, and on one
+            context-parallel rank.
         softmax_scale: Overrides ``1/sqrt(d)``.
         cp_comm_type: Accepted for the contract; the batch's plans say what is exchanged.
         pg_collection: Gives the context-parallel group, by default megatron-core's global one;
@@ -82,8 +85,8 @@ class PackedCoreAttention(MegatronModule):
         super().__init__(config=config)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _check_supported(config, attn_mask_type, attention_type, dropout, unused)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        _check_supported(config, attn_mask_type, attention_type, self.dropout, unused)
         self.window = layer_window(
             config.window_size, config.window_attn_skip_freq, self.layer_number
         )
@@ -151,6 +154,15 @@ class PackedCoreAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, layout: SegmentLayout) -> Tensor:
         """Attend on one rank: `[rows, slots, heads, d]` to `[rows, slots, heads, dv]`."""
+        if self.dropout > 0 and self.training:
+            # Heads of other tensor-parallel ranks draw differently. With sequence parallelism the
+            # whole layer draws from that stream already, as in megatron-core's own attention.
+            tracker = get_cuda_rng_tracker()
+            own = contextlib.nullcontext() if self.config.sequence_parallel else tracker.fork()
+            with own:
+                return dropout.segment_attention(
+                    query, key, value, layout, self.softmax_scale, self.dropout, self.window
+                )
         if query.device.type == "cpu" and self.window is None:
             return cpu.segment_attention(query, key, value, layout, self.softmax_scale)
         plan = plan_of_layout(layout, self.window)
@@ -223,7 +235,7 @@ def _check_supported(
     config: TransformerConfig,
     attn_mask_type: AttnMaskType,
     attention_type: str,
-    dropout: float,
+    rate: float,
     unused: dict[str, object],
 ) -> None:
     if attention_type != "self" or attn_mask_type not in _CAUSAL:
@@ -231,10 +243,10 @@ def _check_supported(
             f"core attention of type {attention_type!r} with mask {attn_mask_type}: only causal "
             "self-attention is supported"
         )
-    if dropout > 0:
+    if rate > 0 and config.context_parallel_size > 1:
         raise ConfigurationError(
-            f"--attention-dropout {dropout} is not supported by this attention kernel, which "
-            "never forms the probabilities: set --attention-dropout 0"
+            f"--attention-dropout {rate} is not supported over context-parallel ranks, whose "
+            "kernels never form the probabilities: set --attention-dropout 0"
         )
     window = config.window_size
     if window is not None and (window[0] < -1 or window[1] not in (-1, 0)):

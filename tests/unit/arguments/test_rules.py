@@ -298,7 +298,6 @@ BROKEN = [
         2,
     ),
     ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
-    ("attention_dropout_on_cpu", "--attention-dropout 0.1", "--attention-dropout 0.0", 1),
     *BROKEN_PIPELINE,
 ]
 
@@ -367,8 +366,9 @@ def test_a_refused_flag_is_refused_by_name(flag: str) -> None:
     assert refusal(f"{MINIMAL} {flag}").startswith(f"{flag} is refused: ")
 
 
-def test_attention_dropout_is_fine_on_cuda() -> None:
-    config = config_from_flags(f"{MINIMAL} --attention-dropout 0.1", accelerator="cuda")
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_attention_dropout_is_fine_on_every_device(accelerator: str) -> None:
+    config = config_from_flags(f"{MINIMAL} --attention-dropout 0.1", accelerator=accelerator)
     assert config.model.attention_dropout == 0.1
 
 

@@ -151,7 +151,7 @@ def test_value_width_may_differ():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_dropout": 0.1}, "--attention-dropout 0.1"),
+        ({"attention_dropout": 0.1, "context_parallel_size": 2}, "--attention-dropout 0.1"),
         ({"window_size": (128, 4)}, "--window-size 128,4: must be"),
         ({"softmax_type": "learnable"}, "--softmax-type learnable"),
     ],
