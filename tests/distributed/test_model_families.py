@@ -42,6 +42,10 @@ FAMILIES = {
         "--yarn-original-max-position-embeddings 8 --rotary-base 150"
     ),
     "llama-3-rope": f"{LLAMA} --use-rope-scaling --rope-scaling-factor 4 --rotary-base 500",
+    "window": f"{LLAMA} --window-size 2,0",
+    "window-in-some-layers": f"{LLAMA} --window-size (3,0) --window-attn-skip-freq 2",
+    "window-by-pattern": f"{LLAMA} --window-size 0,-1 --window-attn-skip-freq ([0]+[1])",
+    "latent-window": f"{LATENT} --window-size 4,0",
     "latent": (
         f"{LATENT} --q-lora-rank 24 --qk-layernorm --rotary-scaling-factor 40 --mscale-all-dim 1.0"
     ),
@@ -66,7 +70,7 @@ LAYOUTS = {
 }
 # What every run of the tests holds; the others are `slow`.
 ALWAYS = {
-    *((family, layout) for family in ("latent",) for layout in LAYOUTS),
+    *((family, layout) for family in ("latent", "window-in-some-layers") for layout in LAYOUTS),
     *((family, layout) for family in FAMILIES for layout in ("one", "tp2")),
     ("latent-direct-queries", "tp2-sp"),
     ("query-key-norm", "pp2"),

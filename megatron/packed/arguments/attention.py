@@ -70,6 +70,13 @@ class AttentionConfig:
     no_rope_freq: str | None = flag(
         "Layers without rotary embedding: every n-th, or a pattern such as ([0]*3+[1])*2."
     )
+    window_size: str | None = flag(
+        "Sliding window L,R: a token sees L tokens to its left (-1: all) besides itself; R is 0."
+    )
+    window_attn_skip_freq: str | None = flag(
+        "Layers without the window: every n-th, or a pattern of 1 (window) and 0, such as "
+        "([1]*3+[0])*2."
+    )
     qk_l2_norm: bool = flag(
         "Divide queries and keys of each head by their root mean square, without gains.",
         default=False,
@@ -95,6 +102,59 @@ class AttentionConfig:
                 raise ConfigurationError(f"must be a divisor of --num-layers {num_layers}")
             pattern = (*[0] * (pattern - 1), 1) * (num_layers // pattern)
         return list(_zeros_and_ones(pattern, num_layers))
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """`--window-size` as numbers.
+
+        Raises:
+            ConfigurationError: it isn't a window of causal attention.
+        """
+        if self.window_size is None:
+            return None
+        try:
+            left, right = (int(part) for part in self.window_size.strip("()[] ").split(","))
+        except ValueError:
+            raise ConfigurationError("must be two whole numbers, such as 128,0") from None
+        if left < -1 or right not in (-1, 0):
+            raise ConfigurationError(
+                "must be the tokens that stay visible to the left (-1 for all), and 0 to the "
+                "right, where causal attention sees nothing"
+            )
+        return left, right
+
+    @property
+    def window_skip(self) -> int | list[int] | None:
+        """`--window-attn-skip-freq` as megatron-core takes it.
+
+        Raises:
+            ConfigurationError: it is neither a number nor a pattern.
+        """
+        if self.window_attn_skip_freq is None:
+            return None
+        pattern = parse_pattern(self.window_attn_skip_freq)
+        return pattern if isinstance(pattern, int) else list(pattern)
+
+    def layer_windows(self, num_layers: int) -> tuple[int | None, ...]:
+        """Tokens to the left that each layer sees besides the query itself; None for all of them.
+
+        Args:
+            num_layers: of the whole model.
+
+        Raises:
+            ConfigurationError: for a window or a pattern that can't be read, or that has another
+                number of layers.
+        """
+        window, skip = self.window, self.window_skip
+        if window is None or window[0] < 0:
+            return (None,) * num_layers
+        if skip is None:
+            return (window[0],) * num_layers
+        if isinstance(skip, int):
+            if skip < 1:
+                raise ConfigurationError("must be at least 1")
+            return tuple(window[0] if n % skip else None for n in range(1, num_layers + 1))
+        return tuple(window[0] if on else None for on in _zeros_and_ones(tuple(skip), num_layers))
 
     @property
     def query_width(self) -> int:

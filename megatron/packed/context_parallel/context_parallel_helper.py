@@ -239,4 +239,5 @@ def helper_settings(config: Config, cp_rank: int | None = None) -> HelperSetting
         hierarchical_sizes=parallel.hierarchical_context_parallel_sizes,
         chunk_size=parallel.magi_attn_chunk_size,
         alignment_mode=config.packing.packing_alignment,
+        layer_windows=config.attention.layer_windows(config.model.num_layers),
     )

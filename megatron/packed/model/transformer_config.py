@@ -61,6 +61,8 @@ def _attention(config: Config) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "qk_l2_norm": attention.qk_l2_norm,
         "attention_output_gate": attention.attention_output_gate,
+        "window_size": attention.window,
+        "window_attn_skip_freq": attention.window_skip,
         "no_rope_freq": attention.no_rope_layers(model.num_layers),
     }
     if attention.multi_latent_attention:

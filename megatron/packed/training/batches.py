@@ -36,6 +36,7 @@ from megatron.packed.packing import (
     build_pack_plan,
 )
 from megatron.packed.training.environment import Environment
+from megatron.packed.training.flops import attended_pairs
 from megatron.packed.training.packs import (
     DocumentCollator,
     PackBatches,
@@ -59,6 +60,7 @@ class BatchStatistics:
         padded_tokens: slots of the batch that hold no token.
         supervised_tokens: positions with a target.
         sum_squared_lengths: Σℓ² over segments.
+        windowed_pairs: query-key pairs, a head, of a layer with the run's sliding window.
         data_seconds: time that steps waited for micro-batches.
     """
 
@@ -68,6 +70,7 @@ class BatchStatistics:
     padded_tokens: int = 0
     supervised_tokens: int = 0
     sum_squared_lengths: int = 0
+    windowed_pairs: int = 0
     data_seconds: float = field(default=0.0, compare=False)
 
     @property
@@ -304,6 +307,13 @@ def _from_rows(batch: BshdBatch, block_diagonal: bool) -> MicroBatch:
     )
 
 
+def _segment_boundaries(batch: HostBatch) -> np.ndarray:
+    """Real boundaries of all segments, from the batch as it is on the host."""
+    if isinstance(batch, PackedBatch):
+        return batch.packed_seq_params.cu_seqlens_host
+    return batch.cu_seqlens.numpy()
+
+
 @dataclass(frozen=True)
 class BatchSource:
     """How this rank gets its batches.
@@ -312,11 +322,13 @@ class BatchSource:
         loader: collated batches on tensor-parallel rank 0; None on its peers.
         environment: device and host groups.
         block_diagonal: rows attend inside their segments only (`--reset-attention-mask`).
+        window: tokens to the left that layers with a sliding window see; None without.
     """
 
     loader: Iterator[HostBatch] | None
     environment: Environment
     block_diagonal: bool
+    window: int | None = None
 
     def read(self) -> HostBatch:
         """The next batch, on the host, equal on all tensor-parallel ranks."""
@@ -357,6 +369,9 @@ class MicroBatchIterator:
             micro_batch = _from_pack(on_device)
         else:
             micro_batch = _from_rows(on_device, self.source.block_diagonal)
+        if self.source.window is not None:
+            lengths = np.diff(_segment_boundaries(batch)).astype(np.int64)
+            micro_batch.statistics.windowed_pairs = attended_pairs(lengths, self.source.window)
         self.consumed_samples += self.samples_per_micro_batch
         self.statistics.add(micro_batch.statistics)
         self.statistics.data_seconds += time.perf_counter() - start

@@ -142,8 +142,14 @@ class _SplitBuilder:
         self, loader: Iterator[HostBatch] | None, share: ReplicaShare, consumed: int
     ) -> MicroBatchIterator:
         block_diagonal = self.config.data.reset_attention_mask
+        windows = self.config.attention.layer_windows(self.config.model.num_layers)
         return MicroBatchIterator(
-            BatchSource(loader, self.environment, block_diagonal=block_diagonal),
+            BatchSource(
+                loader,
+                self.environment,
+                block_diagonal=block_diagonal,
+                window=next((w for w in windows if w is not None), None),
+            ),
             samples_per_micro_batch=share.group_size,
             consumed_samples=consumed,
         )

@@ -12,7 +12,9 @@ import statistics
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megatron.packed.arguments import Config
 
@@ -23,11 +25,14 @@ class FlopsCounter:
 
     Attributes:
         per_token: operations of every matrix product outside attention scores.
-        per_pair: operations of attention for one (query, key) pair, over all heads and layers.
+        per_pair: operations of attention for one (query, key) pair, over all heads and layers
+            that see their whole segment.
+        per_windowed_pair: those of layers with a sliding window.
     """
 
     per_token: int
     per_pair: int
+    per_windowed_pair: int = 0
 
     @classmethod
     def from_config(cls, config: Config, padded_vocab_size: int) -> FlopsCounter:
@@ -42,17 +47,38 @@ class FlopsCounter:
         attention, pair = _attention_products(config)
         mlp = (3 if model.gated else 2) * hidden * model.ffn_hidden_size
         products = model.num_layers * (attention + mlp) + hidden * padded_vocab_size
-        return cls(per_token=3 * 2 * products, per_pair=3 * 2 * model.num_layers * pair)
+        windows = config.attention.layer_windows(model.num_layers)
+        windowed = sum(window is not None for window in windows)
+        return cls(
+            per_token=3 * 2 * products,
+            per_pair=3 * 2 * (model.num_layers - windowed) * pair,
+            per_windowed_pair=3 * 2 * windowed * pair,
+        )
 
-    def count(self, tokens: int, sum_squared_lengths: int) -> int:
+    def count(self, tokens: int, sum_squared_lengths: int, windowed_pairs: int = 0) -> int:
         """Operations of a step.
 
         Args:
             tokens: real tokens processed.
             sum_squared_lengths: sum over segments of the squared length.
+            windowed_pairs: query-key pairs, a head, of a layer with a sliding window, see
+                `attended_pairs`.
         """
         pairs = (sum_squared_lengths + tokens) // 2
-        return tokens * self.per_token + pairs * self.per_pair
+        attention = pairs * self.per_pair + windowed_pairs * self.per_windowed_pair
+        return tokens * self.per_token + attention
+
+
+def attended_pairs(lengths: NDArray[np.int64], window: int) -> int:
+    """Query-key pairs, a head, of causal attention in a sliding window.
+
+    Args:
+        lengths: int64 ``[n]``, tokens of each segment.
+        window: tokens to the left that stay visible besides the query itself.
+    """
+    reach = window + 1
+    inside = np.minimum(lengths, reach)
+    return int((inside * (inside + 1) // 2 + (lengths - inside) * reach).sum())
 
 
 def _attention_products(config: Config) -> tuple[int, int]:

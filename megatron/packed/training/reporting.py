@@ -107,7 +107,9 @@ class Reporter:
 
     def _throughput(self, statistics: BatchStatistics) -> Throughput:
         seconds = time.perf_counter() - self._since
-        operations = self.flops.count(statistics.real_tokens, statistics.sum_squared_lengths)
+        operations = self.flops.count(
+            statistics.real_tokens, statistics.sum_squared_lengths, statistics.windowed_pairs
+        )
         per_rank = operations / seconds / self.config.parallel.world_size
         return Throughput(
             seconds_per_iteration=seconds / len(self._steps),

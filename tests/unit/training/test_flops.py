@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.packed.training.flops import FlopsCounter, measure_gemm_peak
+from megatron.packed.training.flops import FlopsCounter, attended_pairs, measure_gemm_peak
 
 from .flags import config
 
@@ -17,9 +18,10 @@ def _brute_force(flags: str, lengths: list[int]) -> int:
     total = 0
     for length in lengths:
         for position in range(length):
-            for _ in range(model.num_layers):
+            for layer in range(model.num_layers):
                 attend = _latent_heads if "latent" in flags else _plain_heads
-                total += attend(flags, position + 1)
+                narrow = "window" in flags and ("skip" not in flags or layer % 2 == 0)
+                total += attend(flags, min(position + 1, 4) if narrow else position + 1)
                 total += (3 if "glu" in flags else 2) * 2 * hidden * ffn
             total += 2 * hidden * PADDED_VOCAB
     return 3 * total
@@ -69,6 +71,8 @@ LATENT = (
         "--group-query-attention --num-query-groups 1 --kv-channels 8 --num-layers 1",
         "--quick-geglu",
         "--attention-output-gate --kv-channels 8",
+        "--window-size 3,0",
+        "--window-size 3,0 --window-attn-skip-freq 2 --num-layers 3",
         LATENT,
         LATENT + "--q-lora-rank 20",
     ],
@@ -77,7 +81,8 @@ LATENT = (
 def test_count_equals_brute_force(flags: str, lengths: list[int]) -> None:
     counter = FlopsCounter.from_config(config(flags), PADDED_VOCAB)
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)
-    assert counter.count(tokens, squares) == _brute_force(flags, lengths)
+    narrow = attended_pairs(np.array(lengths, dtype=np.int64), 3)
+    assert counter.count(tokens, squares, narrow) == _brute_force(flags, lengths)
 
 
 def test_attention_follows_segments_not_the_pack() -> None:

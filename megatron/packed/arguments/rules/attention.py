@@ -78,6 +78,24 @@ def layers_without_rotary(config: Config) -> Iterator[str]:
         )
 
 
+def windows(config: Config) -> Iterator[str]:
+    attention = config.attention
+    try:
+        window = attention.window
+    except ConfigurationError as error:
+        yield f"--window-size {attention.window_size}: {error}"
+        return
+    try:
+        attention.layer_windows(config.model.num_layers)
+    except ConfigurationError as error:
+        yield f"--window-attn-skip-freq {attention.window_attn_skip_freq}: {error}"
+    if attention.window_attn_skip_freq is not None and window is None:
+        yield (
+            f"--window-attn-skip-freq {attention.window_attn_skip_freq}: needs --window-size; add "
+            "it or leave this out"
+        )
+
+
 def latent_attention(config: Config) -> Iterator[str]:
     """What megatron-core's latent attention refuses, or would quietly leave out."""
     model, attention = config.model, config.attention
@@ -133,6 +151,7 @@ RULES = (
     rotary_embedding,
     yarn,
     layers_without_rotary,
+    windows,
     latent_attention,
     latents_over_tensor_parallel,
     head_norms,
