@@ -38,7 +38,7 @@ class Shard:
         values: the part.
         dim: dimension along which tensor-parallel ranks split it; None for a full copy.
         gated: rows are this rank's gates, then this rank's up projections.
-        tp_rank: tensor-parallel rank.
+        tp_rank: rank among those that split it.
     """
 
     values: torch.Tensor
@@ -255,7 +255,7 @@ def _gradient_shards(model: list[Any]) -> dict[str, Shard]:
     """Gradients; those that the distributed optimizer spreads over replicas are put together."""
     saved = []
     for chunk in model:
-        for buffer in chunk.buffers:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             saved.append((buffer.grad_data, buffer.grad_data.clone()))
             if not buffer.ddp_config.use_distributed_optimizer:
                 continue
@@ -290,13 +290,20 @@ def parameter_shards(
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = str(int(parts[2]) + offset)
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            if "local_experts" in parts:
+                rank = parallel_state.get_expert_tensor_parallel_rank()
+                experts = chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
+                number = parts.index("local_experts") + 1
+                first = parallel_state.get_expert_model_parallel_rank() * experts
+                parts[number] = str(int(parts[number]) + first)
             is_tied_copy = name == "output_layer.weight" and getattr(parameter, "shared", False)
             split = getattr(parameter, "tensor_model_parallel", False)
             shards["tied copy" if is_tied_copy else ".".join(parts)] = Shard(
                 values=read(parameter),
                 dim=parameter.partition_dim if split else None,
                 gated=chunk.config.gated_linear_unit and "linear_fc1" in name,
-                tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tp_rank=rank,
             )
     return shards
 

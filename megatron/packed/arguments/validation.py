@@ -36,7 +36,7 @@ def validate(config: Config, *, accelerator: str | None = None) -> Config:
     if config.runtime.accelerator == "auto":
         config = config.with_values({"accelerator": accelerator or _detect_accelerator()}, DERIVED)
     check_hardware_rules(config)
-    config = _replace(config)
+    config = _replace_dispatcher(_replace(config))
     check_strictness(config)
     return config
 
@@ -59,8 +59,11 @@ def _derived_defaults(config: Config) -> dict[str, Any]:
     model, training, optimization = config.model, config.training, config.optimization
     width, heads = model.hidden_size, model.num_attention_heads
     global_batch_size = training.micro_batch_size * max(1, config.parallel.data_parallel_size)
+    ffn = int((4 * width * 2 / 3) / 64) * 64 if model.swiglu else 4 * width
     return {
-        "ffn_hidden_size": int((4 * width * 2 / 3) / 64) * 64 if model.swiglu else 4 * width,
+        "ffn_hidden_size": ffn,
+        "moe_ffn_hidden_size": model.ffn_hidden_size or ffn,
+        "expert_tensor_parallel_size": config.parallel.tensor_model_parallel_size,
         "kv_channels": max(1, width // heads),
         "num_query_groups": 1 if model.group_query_attention else heads,
         "max_position_embeddings": config.data.seq_length,
@@ -172,6 +175,26 @@ def _replace(config: Config) -> Config:
             config = _substitute(config, dest, replaced.value, replaced.why, replaced.used)
         elif replaced.value not in (KEEP, value):
             config = config.with_values({dest: replaced.value}, REPLACED)
+    return config
+
+
+def _replace_dispatcher(config: Config) -> Config:
+    """Take the dispatcher that moves tokens here; all of them compute the same function."""
+    moe, packing = config.moe, config.packing
+    if moe.num_experts is None:
+        return config
+    if moe.moe_token_dispatcher_type == "flex" and config.runtime.accelerator == "cpu":
+        why = "the libraries of flex need CUDA"
+        return _substitute(config, "moe_token_dispatcher_type", "alltoall", why)
+    lengths_vary = (
+        packing.use_packed_sequence
+        and packing.packed_sequence_capacity is None
+        and (packing.packing_alignment == "segment" or config.parallel.context_parallel_size > 1)
+    )
+    exchange = moe.expert_model_parallel_size * moe.expert_tensor_parallel_size > 1
+    if moe.moe_token_dispatcher_type == "allgather" and lengths_vary and exchange:
+        why = "packs of different processes differ in length"
+        return _substitute(config, "moe_token_dispatcher_type", "alltoall", why)
     return config
 
 

@@ -88,7 +88,7 @@ class ContextParallelHelper(ContextParallelHelperBase):
         if partition is None:
             return batch
         boundaries = batch.cu_seqlens.numpy()
-        names = ("tokens", "labels", "loss_mask", "position_ids")
+        names = ("tokens", "labels", "loss_mask", "position_ids", "valid_mask")
         share = self.slice({name: getattr(batch, name) for name in names}, partition)
         arrays = BshdArrays(
             **{name: x.numpy() for name, x in share.items()},

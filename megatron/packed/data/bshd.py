@@ -29,6 +29,7 @@ class BshdArrays:
         cu_seqlens: int32 `[blocks + 1]`, boundaries of causal attention blocks in the flattened
             b-major `[B * S]` tokens; each row starts a block.
         max_seqlen: tokens of the longest block.
+        valid_mask: bool `[B, S]`, tokens that are no tail padding.
     """
 
     tokens: numpy.ndarray
@@ -37,6 +38,7 @@ class BshdArrays:
     position_ids: numpy.ndarray
     cu_seqlens: numpy.ndarray
     max_seqlen: int
+    valid_mask: numpy.ndarray
 
 
 def build_bshd(
@@ -102,6 +104,7 @@ def build_bshd(
         position_ids=numpy.ascontiguousarray(position_ids),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(numpy.diff(cu_seqlens).max(initial=0)),
+        valid_mask=place < lengths,
     )
 
 
@@ -126,6 +129,7 @@ class BshdBatch:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
+    valid_mask: torch.Tensor
     max_seqlen: int
     num_blocks: int
     real_tokens: int
@@ -177,6 +181,7 @@ class BshdBatch:
             numpy.array(sample_indices, dtype=numpy.int64),
             arrays.loss_mask,
             arrays.cu_seqlens,
+            arrays.valid_mask,
         )
         flat = [numpy.ascontiguousarray(part).reshape(-1).view(numpy.uint8) for part in parts]
         return cls.from_buffer(torch.from_numpy(numpy.concatenate(flat)), attention)
@@ -217,6 +222,7 @@ class BshdBatch:
             position_ids=position_ids,
             loss_mask=take(size, torch.float32).view(shape),
             cu_seqlens=take(header.num_blocks + 1, torch.int32),
+            valid_mask=take(size, torch.bool).view(shape),
             max_seqlen=header.max_seqlen,
             num_blocks=header.num_blocks,
             real_tokens=header.real_tokens,

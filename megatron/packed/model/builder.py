@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +18,11 @@ from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.model import patches
 from megatron.packed.model.gpt import PackedGPTModel
-from megatron.packed.model.initialization import InitializationConfig, initialize_weights
+from megatron.packed.model.initialization import (
+    InitializationConfig,
+    initialize_weights,
+    is_routed_expert,
+)
 from megatron.packed.model.layer_specs import build_layer_spec
 from megatron.packed.model.rotary import (
     PositionIndexedRotaryEmbedding,
@@ -79,9 +85,13 @@ def build_gpt_model(
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             tp_size=parallel_state.get_tensor_model_parallel_world_size(),
             vocab_size=vocab_size,
+            expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            expert_tp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+            first_expert=first_expert(transformer_config),
         ),
         layer_offset=get_transformer_layer_offset(transformer_config, vp_stage),
     )
+    reduce_experts_over_their_replicas(model, transformer_config)
     return model.to(accelerator.device)
 
 
@@ -120,6 +130,27 @@ def build_rotary_embedding(config: Config) -> PositionIndexedRotaryEmbedding | N
         rope_scaling_factor=model.rope_scaling_factor,
         cp_group=cp_group,
     )
+
+
+def first_expert(config: TransformerConfig) -> int:
+    """Number of this rank's first expert in each layer."""
+    experts = config.num_moe_experts or 0
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return experts // config.expert_model_parallel_size * rank
+
+
+def reduce_experts_over_their_replicas(model: torch.nn.Module, config: TransformerConfig) -> None:
+    """Mark experts' parameters for the data-parallel group of experts, where it is another one.
+
+    megatron-core marks them with expert parallelism only; ranks of a tensor-parallel group that
+    hold whole experts see other tokens, too.
+    """
+    same_groups = config.expert_tensor_parallel_size == config.tensor_model_parallel_size
+    if config.expert_model_parallel_size == 1 and same_groups:
+        return
+    for name, parameter in model.named_parameters():
+        if is_routed_expert(name):
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def wrap_for_training(
@@ -164,16 +195,39 @@ def wrap_for_training(
 
 def count_parameters(model: list[DistributedDataParallel], device: torch.device) -> int:
     """Parameters of the whole model, tied copies and tensor-parallel replicas counted once."""
-    local = 0
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in model):
-        if getattr(parameter, "shared", False):
-            continue
-        if tp_rank == 0 or getattr(parameter, "tensor_model_parallel", False):
-            local += parameter.numel()
-    total = torch.tensor([local], dtype=torch.int64, device=device)
-    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
-    return int(total.item())
+    return int(sum_over_parameters(model, lambda parameter: parameter.numel(), device))
+
+
+def sum_over_parameters(
+    model: list[DistributedDataParallel],
+    value: Callable[[torch.Tensor], Any],
+    device: torch.device,
+) -> float:
+    """Add a number of each parameter over the whole model; a collective call.
+
+    Tied copies and replicas count once: those of tensor-parallel ranks, and for routed experts
+    those of the ranks that share an expert.
+
+    Args:
+        model: this rank's stages.
+        value: of one rank's part of a parameter.
+        device: where collectives run.
+    """
+    dense_rank = parallel_state.get_tensor_model_parallel_rank()
+    expert_rank = parallel_state.get_expert_tensor_parallel_rank()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    named = itertools.chain.from_iterable(chunk.module.named_parameters() for chunk in model)
+    for name, parameter in named:
+        expert = is_routed_expert(name)
+        split = getattr(parameter, "tensor_model_parallel", False)
+        first = (expert_rank if expert else dense_rank) == 0
+        if (split or first) and not getattr(parameter, "shared", False):
+            totals[int(expert)] += value(parameter)
+    dense, experts = totals.split(1)
+    torch.distributed.all_reduce(dense, group=parallel_state.get_model_parallel_group())
+    group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    torch.distributed.all_reduce(experts, group=group)
+    return float(totals.sum())
 
 
 def build_model(

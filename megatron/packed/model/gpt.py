@@ -8,6 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron.packed.loss.cross_entropy import vocab_parallel_cross_entropy
+from megatron.packed.model.moe import moe_layers
 from megatron.packed.model.rotary import PositionIndexedRotaryEmbedding
 
 
@@ -53,6 +54,9 @@ class PackedGPTModel(GPTModel):
         Returns:
             float32 [B, S] losses on the last stage when labels are given, else hidden states.
         """
+        slots = kwargs.get("padding_mask")
+        if slots is not None:
+            kwargs["padding_mask"] = self._slots_of_stage(slots)
         if not self.rotates:
             return super().forward(input_ids, position_ids, *args, **kwargs)
         with self.rotary_pos_emb.positions(position_ids):
@@ -64,6 +68,23 @@ class PackedGPTModel(GPTModel):
         if self.rotates and prepared[1] is None:
             return (prepared[0], self.rotary_pos_emb(), *prepared[2:])
         return prepared
+
+    def _slots_of_stage(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots of the tokens that this rank holds between tensor-parallel regions.
+
+        megatron-core cuts them on the first stage alone, and hands none to the layers of
+        multi-token prediction.
+
+        Args:
+            slots: int64 [B, S], see `token_slots`.
+        """
+        cut = slots
+        if self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            cut = slots.chunk(group.size(), dim=1)[group.rank()].contiguous()
+        for layer in moe_layers(getattr(self, "mtp", None)):
+            layer.slots_of_batch = cut
+        return slots if self.pre_process else cut
 
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor

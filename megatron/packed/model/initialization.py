@@ -17,6 +17,13 @@ from dataclasses import dataclass
 import torch
 
 _LAYER = re.compile(r"(?P<prefix>.*\bdecoder\.layers\.)(?P<number>\d+)(?P<rest>\..*)")
+# Experts as `SequentialMLP` and as TransformerEngine's grouped layers name them.
+_EXPERT = re.compile(
+    r"(?P<prefix>.*\bmlp\.experts\.)"
+    r"(?:local_experts\.(?P<each>\d+)\.(?P<rest>.*)"
+    r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<number>\d+))"
+)
+_ROUTER_BIAS = "router.bias"
 # Projections whose output is added to the residual stream (upstream: output_layer_init_method).
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -42,6 +49,9 @@ class InitializationConfig:
         gated_linear_unit: fc1 holds gate and up projections, interleaved per tensor-parallel rank.
         tp_rank: tensor-parallel rank of this process.
         tp_size: tensor-parallel size.
+        expert_tp_rank: rank of this process among those that share an expert's weights.
+        expert_tp_size: processes that share an expert's weights.
+        first_expert: number of this process's first expert in its layer.
         vocab_size: real ids; the vocabulary's padding rows, whose number depends on `tp_size`,
             start at zero and stay there.
     """
@@ -53,6 +63,19 @@ class InitializationConfig:
     tp_rank: int
     tp_size: int
     vocab_size: int
+    expert_tp_rank: int = 0
+    expert_tp_size: int = 1
+    first_expert: int = 0
+
+    def shard(self, name: str) -> tuple[int, int]:
+        """Rank and size of the group that a parameter is split over.
+
+        Args:
+            name: the parameter's, in the whole model or on this rank.
+        """
+        if is_routed_expert(name):
+            return self.expert_tp_rank, self.expert_tp_size
+        return self.tp_rank, self.tp_size
 
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
@@ -93,17 +116,27 @@ def counter_normal(key: int, indices: torch.Tensor, std: float) -> torch.Tensor:
     return (radius * torch.cos(second.mul_(2.0 * math.pi)) * std).float()
 
 
-def global_parameter_name(name: str, layer_offset: int) -> str:
-    """The name that a parameter has in the whole model.
+def is_routed_expert(name: str) -> bool:
+    """Whether a parameter belongs to one of the experts that a router chooses from."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def global_parameter_name(name: str, layer_offset: int, first_expert: int = 0) -> str:
+    """The name that a parameter has in the whole model, whichever module computes it.
 
     Args:
         name: name within this pipeline stage's GPTModel.
         layer_offset: decoder layers held by earlier stages.
+        first_expert: experts of each layer held by earlier ranks.
     """
     match = _LAYER.fullmatch(name)
+    if match is not None:
+        name = f"{match['prefix']}{int(match['number']) + layer_offset}{match['rest']}"
+    match = _EXPERT.fullmatch(name)
     if match is None:
         return name
-    return f"{match['prefix']}{int(match['number']) + layer_offset}{match['rest']}"
+    number = int(match["each"] or match["number"]) + first_expert
+    return f"{match['prefix']}local_experts.{number}.{match['rest'] or match['grouped']}"
 
 
 def _global_rows(
@@ -111,11 +144,12 @@ def _global_rows(
 ) -> torch.Tensor:
     """Indices, along the partitioned dimension, of this rank's slices in the whole parameter."""
     local = parameter.shape[dim]
+    rank, size = config.shard(name)
     if config.gated_linear_unit and "linear_fc1" in name:
         half = local // 2
-        gate = torch.arange(half) + config.tp_rank * half
-        return torch.cat((gate, gate + half * config.tp_size))
-    return torch.arange(local) + config.tp_rank * local
+        gate = torch.arange(half) + rank * half
+        return torch.cat((gate, gate + half * size))
+    return torch.arange(local) + rank * local
 
 
 def _element_index_chunks(
@@ -129,7 +163,7 @@ def _element_index_chunks(
             row_index = _global_rows(name, parameter, 0, config)
         else:
             column_index = _global_rows(name, parameter, 1, config)
-            width = columns * config.tp_size
+            width = columns * config.shard(name)[1]
     step = max(1, _CHUNK // columns)
     for start in range(0, rows, step):
         block = row_index[start : start + step]
@@ -147,7 +181,9 @@ def weight_std(name: str, config: InitializationConfig) -> float:
 def initialize_weights(
     model: torch.nn.Module, config: InitializationConfig, layer_offset: int = 0
 ) -> None:
-    """Fill every weight matrix of a pipeline stage; biases and norm parameters keep 0 and 1.
+    """Fill every weight matrix of a pipeline stage; norm parameters keep 1, biases 0.
+
+    The bias of a router is drawn as a weight is, as upstream does.
 
     Args:
         model: a GPTModel (one pipeline stage, unwrapped).
@@ -155,9 +191,9 @@ def initialize_weights(
         layer_offset: decoder layers held by earlier pipeline stages.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
+        if parameter.dim() < 2 and not name.endswith(_ROUTER_BIAS):
             continue
-        whole_name = global_parameter_name(name, layer_offset)
+        whole_name = global_parameter_name(name, layer_offset, config.first_expert)
         if whole_name == _OUTPUT_LAYER and getattr(parameter, "shared_embedding", False):
             # The last stage's copy of tied embeddings.
             whole_name = _WORD_EMBEDDINGS

@@ -15,12 +15,14 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.attention.core_attention import PackedCoreAttention
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.model.latent_attention import PackedMLASelfAttention
+from megatron.packed.model.moe import use_packed_experts
 from megatron.packed.model.norms import L2Norm, LayerNorm, RMSNorm
 
 
@@ -44,13 +46,16 @@ def _norm(config: Config) -> type[LayerNorm | RMSNorm]:
     return RMSNorm if config.model.normalization == "RMSNorm" else LayerNorm
 
 
-def _local_layer_spec(config: Config) -> ModuleSpec:
+def _local_layer_spec(config: Config, num_experts: int | None) -> ModuleSpec:
     latent = config.attention.multi_latent_attention
     spec = get_gpt_layer_local_spec(
+        num_experts=num_experts,
         qk_layernorm=config.model.qk_layernorm,
         normalization=config.model.normalization,
         multi_latent_attention=latent,
     )
+    if num_experts is not None:
+        use_packed_experts(spec)
     norm = _norm(config)
     layer = spec.submodules
     layer.input_layernorm = norm
@@ -66,6 +71,33 @@ def _local_layer_spec(config: Config) -> ModuleSpec:
     return spec
 
 
+def _transformer_engine_norm() -> type:
+    from megatron.core.extensions.transformer_engine import TENorm  # needs the package
+
+    return TENorm
+
+
+def _transformer_engine_layer_spec(
+    config: Config, num_experts: int | None, *, ring: bool
+) -> ModuleSpec:
+    latent = config.attention.multi_latent_attention
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=config.moe.moe_grouped_gemm,
+        qk_layernorm=config.model.qk_layernorm,
+        multi_latent_attention=latent,
+        qk_l2_norm=config.attention.qk_l2_norm,
+    )
+    if num_experts is not None:
+        use_packed_experts(spec)
+    if latent:
+        spec.submodules.self_attention.module = PackedMLASelfAttention
+    if ring:
+        # Batches come with plans, which this project's engine runs.
+        spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    return spec
+
+
 def build_layer_spec(
     config: Config,
     transformer_config: TransformerConfig,
@@ -73,20 +105,27 @@ def build_layer_spec(
     vp_stage: int | None = None,
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The specification that GPTModel builds one pipeline stage's decoder from."""
+    pattern = config.moe.expert_layers(config.model.num_layers)
     if uses_transformer_engine(config, accelerator):
-        latent = config.attention.multi_latent_attention
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.model.qk_layernorm,
-            multi_latent_attention=latent,
-            qk_l2_norm=config.attention.qk_l2_norm,
-        )
-        if latent:
-            spec.submodules.self_attention.module = PackedMLASelfAttention
-        if transformer_config.context_parallel_size > 1:
-            # Batches come with plans, which this project's engine runs.
-            spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-        return spec
-    layers = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
+        ring = transformer_config.context_parallel_size > 1
+        kinds = {
+            experts: _transformer_engine_layer_spec(
+                config, config.moe.num_experts if experts else None, ring=ring
+            )
+            for experts in set(pattern)
+        }
+        if len(kinds) == 1:
+            return kinds[pattern[0]]
+        norm: type = _transformer_engine_norm()
+    else:
+        kinds = {
+            experts: _local_layer_spec(config, config.moe.num_experts if experts else None)
+            for experts in set(pattern)
+        }
+        norm = _norm(config)
+    first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[_local_layer_spec(config)] * layers, layer_norm=_norm(config)
+        layer_specs=[kinds[experts] for experts in pattern[first : first + count]],
+        layer_norm=norm,
     )

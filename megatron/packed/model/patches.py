@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.packed.model.activations import bias_swiglu_impl
 from megatron.packed.model.rotary import apply_rotary_pos_emb
+from megatron.packed.model.uneven import gather_along_first_dim, reduce_scatter_along_first_dim
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,23 @@ PATCHES = (
             "other devices and dtypes, and FP8 storage, go on to upstream's function."
         ),
         versions="0.16.1",
+    ),
+    *(
+        Patch(
+            module="megatron.core.tensor_parallel.mappings",
+            name=name,
+            replacement=replacement,
+            reason=(
+                "The exchange of tokens among ranks that share an expert's weights calls it inside "
+                "an autograd function. gloo gathers equal parts only; CUDA tensors and equal parts "
+                "go on to upstream's function."
+            ),
+            versions="0.16.1",
+        )
+        for name, replacement in (
+            ("_gather_along_first_dim", gather_along_first_dim),
+            ("_reduce_scatter_along_first_dim", reduce_scatter_along_first_dim),
+        )
     ),
 )
 

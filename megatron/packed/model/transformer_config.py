@@ -101,6 +101,58 @@ def _pipeline(config: Config) -> dict[str, Any]:
     }
 
 
+def _one_or_list(values: tuple[Any, ...]) -> Any:
+    """As megatron-core takes the kinds of balancing: one by itself, several as a list."""
+    return values[0] if len(values) == 1 else list(values)
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    """Fields of a mixture of experts; empty for a dense model."""
+    moe = config.moe
+    if moe.num_experts is None:
+        return {}
+    same_name = (
+        "moe_ffn_hidden_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "moe_z_loss_coeff",
+        "moe_router_topk",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_enable_expert_bias",
+        "moe_router_bias_update_rate",
+        "moe_router_dtype",
+        "moe_router_force_load_balancing",
+        "moe_input_jitter_eps",
+        "moe_router_fusion",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+        "moe_shared_expert_overlap",
+        "moe_grouped_gemm",
+        "moe_apply_probs_on_input",
+        "moe_token_dispatcher_type",
+        "moe_flex_dispatcher_backend",
+        "moe_enable_deepep",
+        "moe_deepep_num_sms",
+        "moe_hybridep_num_sms",
+        "moe_permute_fusion",
+        "moe_token_drop_policy",
+        "moe_layer_recompute",
+        "moe_per_layer_logging",
+    )
+    return {
+        **{name: getattr(moe, name) for name in same_name},
+        "num_moe_experts": moe.num_experts,
+        "moe_layer_freq": [int(each) for each in moe.expert_layers(config.model.num_layers)],
+        "moe_router_load_balancing_type": _one_or_list(moe.moe_router_load_balancing_type),
+        "moe_aux_loss_coeff": _one_or_list(moe.moe_aux_loss_coeff),
+        "moe_expert_capacity_factor": moe.capacity_factor,
+    }
+
+
 def build_transformer_config(config: Config) -> TransformerConfig:
     """Translate a validated configuration.
 
@@ -162,5 +214,6 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         apply_rope_fusion=False,
         **_activation(config),
         **_attention(config),
+        **_experts(config),
         **config.core_values(field.name for field in dataclasses.fields(config_class)),
     )

@@ -29,6 +29,7 @@ from megatron.packed.context_parallel.context_parallel_helper import (
 )
 from megatron.packed.data.bshd import BshdBatch, BshdCollator
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.model.token_slots import pack_slots, row_slots
 from megatron.packed.packing import (
     Alignment,
     PackedBatch,
@@ -109,6 +110,8 @@ class MicroBatch:
         loss_mask: float32 [B, S].
         position_ids: int64 [B, S].
         attention_mask: None, or int32 [n + 1] segment boundaries in the flattened rows.
+        valid_mask: bool [B, S], slots that hold a token.
+        document_ids: int32 [1, T] of a pack, -1 in padding; None for rows.
         packed_seq_params: boundaries of a pack, or what rows cut over context-parallel ranks
             attend by; None for whole rows.
         statistics: counts of this micro-batch, over all context-parallel ranks.
@@ -120,9 +123,21 @@ class MicroBatch:
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
     attention_mask: torch.Tensor | None
+    valid_mask: torch.Tensor
+    document_ids: torch.Tensor | None
     packed_seq_params: PackedSeqParams | None
     statistics: BatchStatistics
     cp_size: int = 1
+
+    def token_slots(self) -> torch.Tensor:
+        """What a mixture of experts must know of each slot: int64 [B, S], see `token_slots`."""
+        if self.document_ids is None:
+            # Only a rank that holds whole rows knows places by counting.
+            place = self.position_ids if self.cp_size > 1 else None
+            return row_slots(self.valid_mask, place)
+        assert self.packed_seq_params is not None
+        starts = self.packed_seq_params.cu_seqlens_q_padded
+        return pack_slots(self.document_ids, self.position_ids, starts)
 
 
 @dataclass(frozen=True)
@@ -272,6 +287,8 @@ def _from_pack(batch: PackedBatch) -> MicroBatch:
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
         attention_mask=None,
+        valid_mask=batch.valid_mask,
+        document_ids=batch.document_ids,
         packed_seq_params=batch.packed_seq_params,
         statistics=BatchStatistics(
             packs=1,
@@ -294,6 +311,8 @@ def _from_rows(batch: BshdBatch, block_diagonal: bool) -> MicroBatch:
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
         attention_mask=batch.cu_seqlens if block_diagonal and plans is None else None,
+        valid_mask=batch.valid_mask,
+        document_ids=None,
         packed_seq_params=None if plans is None else RowSeqParams("sbhd", attention=plans),
         statistics=BatchStatistics(
             packs=1,

@@ -101,6 +101,8 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual_size(config),
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=config.moe.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.moe.expert_tensor_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=accelerator.name == "cuda",
     )

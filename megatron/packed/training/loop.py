@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     init_num_microbatches_calculator,
 )
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
 from megatron.packed.arguments import Config
 from megatron.packed.arguments.stages import stages_of
+from megatron.packed.model.builder import sum_over_parameters
 from megatron.packed.training.batches import MicroBatchIterator, pack_alignment, pack_capacity
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.evaluation import evaluate
@@ -100,14 +99,9 @@ def step_shape(config: Config, transformer_config: object) -> StepShape:
 @torch.no_grad()
 def parameters_norm(model: list[DistributedDataParallel], device: torch.device) -> float:
     """L2 norm of all parameters, each counted once."""
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    for chunk in model:
-        for parameter in chunk.parameters():
-            is_copy = getattr(parameter, "shared", False)
-            if not is_copy and param_is_not_tensor_parallel_duplicate(parameter):
-                total += parameter.double().square().sum()
-    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
-    return math.sqrt(total.item())
+    return math.sqrt(
+        sum_over_parameters(model, lambda parameter: parameter.double().square().sum(), device)
+    )
 
 
 @dataclass

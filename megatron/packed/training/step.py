@@ -101,6 +101,8 @@ def forward_step(
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Run one micro-batch forward; megatron-core's schedules call this."""
     batch = next(batches)
+    config = get_model_config(model)
+    slots = {} if config.num_moe_experts is None else {"padding_mask": batch.token_slots()}
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -108,9 +110,9 @@ def forward_step(
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         packed_seq_params=batch.packed_seq_params,
+        **slots,
     )
-    per_token = get_model_config(model).calculate_per_token_loss
-    return output, partial(_loss_function, batch, per_token)
+    return output, partial(_loss_function, batch, config.calculate_per_token_loss)
 
 
 def reduce_reports(reports: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:

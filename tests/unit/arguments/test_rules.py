@@ -333,7 +333,11 @@ def test_a_rank_outside_the_job() -> None:
 
 
 def test_every_rule_is_listed_and_broken_by_some_test() -> None:
-    listed = (*rules.RULES, *rules.HARDWARE_RULES)
+    listed = [
+        rule
+        for rule in (*rules.RULES, *rules.HARDWARE_RULES)
+        if rule.__module__ != rules.moe.__name__  # they have a file of their own
+    ]
     modules = (
         rules.layout,
         rules.pipeline,

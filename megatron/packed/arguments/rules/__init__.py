@@ -18,6 +18,7 @@ from megatron.packed.arguments.rules import (
     hardware,
     layout,
     model,
+    moe,
     packing,
     pipeline,
     training,
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     + pipeline.RULES
     + model.RULES
     + attention.RULES
+    + moe.RULES
     + training.RULES
     + data.RULES
     + packing.RULES

@@ -1,0 +1,122 @@
+"""Mixtures of experts: every layout against one process, in fp32."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.harness import RankResult, assert_bitwise_equal, relative_l2, run
+from tests.distributed.pool import WorkerPools
+
+LOSS_TOLERANCE = 2e-6
+GRADIENT_TOLERANCE = 1e-5
+STEPS = 4
+
+COMMON = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 "
+    f"--train-iters {STEPS} --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-decay-iters 20 "
+    "--eval-iters 1 --eval-interval 100 --log-interval 1 --threads 1 "
+)
+LLAMA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --group-query-attention "
+    "--num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights "
+)
+PACKED = "--use-packed-sequence "
+EXPERTS = (
+    f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.01 "
+)
+SHARED = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "
+DEEPSEEK = (
+    f"{LLAMA} --num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-bias-update-rate 1e-2 --moe-router-num-groups 4 --moe-router-group-topk 2 "
+    "--moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 --moe-layer-freq ([0]+[1]) "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02 "
+    f"--moe-token-dispatcher-type alltoall {SHARED}"
+)
+RUNS = {"experts": EXPERTS + SHARED + PACKED, "deepseek": DEEPSEEK + PACKED}
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {
+    "dp2": (2, ""),
+    "ep2": (2, "--expert-model-parallel-size 2"),
+    "tp2": (2, TP2),
+    "tp2-etp1": (2, f"{TP2} --expert-tensor-parallel-size 1"),
+    "tp2-ep2": (2, f"{TP2} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "cp2-ep2": (2, "--context-parallel-size 2 --expert-model-parallel-size 2"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "allgather-ep2": (2, "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2"),
+    "allgather-tp2": (2, f"--moe-token-dispatcher-type allgather {TP2}"),
+    "ep2-distributed-optimizer": (2, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
+    "ep2-tp2": (4, f"{TP2} --expert-model-parallel-size 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
+    """The reference run of some flags, made once."""
+    known: dict[str, RankResult] = {}
+
+    def get(flags: str) -> RankResult:
+        if flags not in known:
+            known[flags] = run(worker_pool, 1, f"{COMMON} {flags} {data_flags}")
+        return known[flags]
+
+    return get
+
+
+def check_parity(result: RankResult, reference: RankResult) -> None:
+    """Same start, same gradient, same curve, same evaluations."""
+    assert_bitwise_equal(result.initial_weights, reference.initial_weights)
+    assert relative_l2(result.gradient, reference.gradient) < GRADIENT_TOLERANCE
+    for name, gradient in reference.gradient.items():
+        if ".router." in name:  # small beside the others, and what layouts touch most
+            one = {name: result.gradient[name]}
+            assert relative_l2(one, {name: gradient}) < GRADIENT_TOLERANCE
+    assert len(result.losses) == STEPS
+    assert result.losses == pytest.approx(reference.losses, rel=LOSS_TOLERANCE)
+    assert result.loss_counts == reference.loss_counts
+    assert result.grad_norms == pytest.approx(reference.grad_norms, rel=GRADIENT_TOLERANCE)
+    for (loss, tokens), (expected, count) in zip(
+        result.validations, reference.validations, strict=True
+    ):
+        assert tokens == count
+        assert loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
+    result.statistics.padded_tokens = reference.statistics.padded_tokens  # alignment's own
+    assert result.statistics == reference.statistics
+    assert relative_l2(result.final_weights, reference.final_weights) < GRADIENT_TOLERANCE
+
+
+OFTEN = {("deepseek", layout) for layout in ("ep2", "cp2-ep2", "pp2", "ep2-tp2")}
+OFTEN |= {("experts", layout) for layout in LAYOUTS}
+CASES = [
+    pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow, id="-".join(case))
+    for case in itertools.product(RUNS, LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_layout_equals_one_process(
+    kind: str,
+    layout: str,
+    worker_pool: WorkerPools,
+    data_flags: str,
+    one_process: Callable[[str], RankResult],
+) -> None:
+    world_size, flags = LAYOUTS[layout]
+    result = run(worker_pool, world_size, f"{COMMON} {RUNS[kind]} {flags} {data_flags}")
+    check_parity(result, one_process(RUNS[kind]))
+
+
+def test_reference_is_worth_comparing_with(one_process: Callable[[str], RankResult]) -> None:
+    for flags in RUNS.values():
+        reference = one_process(flags)
+        assert reference.losses[0] == pytest.approx(math.log(258), abs=0.15)
+        assert reference.losses[-1] < reference.losses[0] - 0.05
+        names = [name for name in reference.gradient if name.endswith("router.weight")]
+        assert names and all(reference.gradient[name].any() for name in names)
