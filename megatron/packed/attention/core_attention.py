@@ -86,7 +86,7 @@ class PackedCoreAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        _check_supported(config, attn_mask_type, attention_type, self.dropout, unused)
+        check_supported(config, attn_mask_type, attention_type, self.dropout, unused)
         self.window = layer_window(
             config.window_size, config.window_attn_skip_freq, self.layer_number
         )
@@ -231,7 +231,7 @@ def _boundaries_of_rows(attention_mask: Tensor) -> tuple[int, ...]:
     return tuple(attention_mask.tolist())
 
 
-def _check_supported(
+def check_supported(
     config: TransformerConfig,
     attn_mask_type: AttnMaskType,
     attention_type: str,

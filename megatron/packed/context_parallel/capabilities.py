@@ -22,6 +22,9 @@ class Communication:
         takes_sizes: it needs `--hierarchical-context-parallel-sizes`.
         takes_chunks: it honours `--magi-attn-chunk-size`.
         travels: what is sent, for the table.
+        transformer_engine: TransformerEngine's own attention runs it, too: "yes", "windows" where
+            sliding windows included, or "no".
+        magi: the package magi_attention runs it, too.
     """
 
     name: str
@@ -31,6 +34,8 @@ class Communication:
     shares_heads: bool = False
     takes_sizes: bool = False
     takes_chunks: bool = False
+    transformer_engine: str = "no"
+    magi: bool = False
 
     @property
     def pads_segments(self) -> bool:
@@ -41,10 +46,21 @@ class Communication:
 COMMUNICATIONS = {
     each.name: each
     for each in (
-        Communication("p2p", "zigzag", "needed keys, one exchange a peer"),
-        Communication("all_gather", "zigzag", "needed keys, one exchange"),
+        Communication(
+            "p2p", "zigzag", "needed keys, one exchange a peer", transformer_engine="yes"
+        ),
+        Communication(
+            "all_gather", "zigzag", "needed keys, one exchange", transformer_engine="windows"
+        ),
         Communication("striped", "striped", "needed keys, one exchange a peer"),
-        Communication("a2a", "contiguous", "heads", any_partition=True, shares_heads=True),
+        Communication(
+            "a2a",
+            "contiguous",
+            "heads",
+            any_partition=True,
+            shares_heads=True,
+            transformer_engine="windows",
+        ),
         Communication(
             "a2a+p2p",
             "zigzag",
@@ -53,7 +69,11 @@ COMMUNICATIONS = {
             takes_sizes=True,
         ),
         Communication(
-            "dispatch", "dispatch", "needed keys, one exchange a peer", takes_chunks=True
+            "dispatch",
+            "dispatch",
+            "needed keys, one exchange a peer",
+            takes_chunks=True,
+            magi=True,
         ),
     )
 }
@@ -187,6 +207,71 @@ def unsupported(selection: Selection) -> Iterator[str]:
         )
 
 
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an external engine has to compute, in plain numbers.
+
+    Attributes:
+        heads: query heads of one tensor-parallel rank.
+        kv_heads: key-value heads of one tensor-parallel rank.
+        width: channels of a query or key head.
+        value_width: channels of a value head.
+        cp_size: context-parallel ranks.
+        windows: some layer has a sliding window.
+        cut_rows: rows attend inside their documents alone (`--reset-attention-mask`).
+        fp8: matrix products are in FP8.
+        half: tensors are bf16 or fp16.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    value_width: int
+    cp_size: int
+    windows: bool = False
+    cut_rows: bool = False
+    fp8: bool = False
+    half: bool = True
+
+
+def transformer_engine_lacks(selection: Selection, shape: AttentionShape) -> str | None:
+    """Why TransformerEngine's attention can't run this layout; None where it can."""
+    kinds = [COMMUNICATIONS[name] for name in selection.kinds]
+    packed = selection.capability.packed
+    lacking = [each.name for each in kinds if each.transformer_engine == "no"]
+    if lacking:
+        return f"it has no exchange like {lacking[0]}"
+    if selection.partition != "zigzag":
+        return f"it wants the zigzag of every segment, not the partition {selection.partition}"
+    if shape.windows and any(each.transformer_engine != "windows" for each in kinds):
+        return "it has sliding windows with all_gather and a2a alone"
+    ranks = shape.cp_size if any(each.shares_heads for each in kinds) else 1
+    if shape.heads % ranks or shape.kv_heads % ranks:
+        return (
+            f"its a2a wants {shape.heads} heads and {shape.kv_heads} key-value heads to be "
+            f"multiples of {ranks} ranks"
+        )
+    if packed and shape.fp8:
+        return "it has no FP8 with packed sequences"
+    if not packed and shape.cut_rows:
+        return "rows that attend inside their documents alone are none of its formats"
+    return None if shape.half else "it computes in bf16 and fp16 alone"
+
+
+def magi_lacks(selection: Selection, shape: AttentionShape, alignment_mode: str) -> str | None:
+    """Why the package magi_attention can't run this layout; None where it can."""
+    others = [name for name in selection.kinds if not COMMUNICATIONS[name].magi]
+    if others:
+        return f"it has no exchange like {others[0]}"
+    if alignment_mode == "segment":
+        return "it wants packs that are padded at their end alone"
+    if shape.width != shape.value_width:
+        return f"heads of {shape.width} and {shape.value_width} channels differ"
+    if shape.width % 8 or shape.width > 192:
+        return f"heads of {shape.width} channels are no multiple of 8 up to 192"
+    return None if shape.half else "it computes in bf16 and fp16 alone"
+
+
 def capability_table() -> str:
     """Both tables in Markdown, for the documentation."""
     helpers = [
@@ -209,6 +294,8 @@ def capability_table() -> str:
             "heads a rank must share out" if each.shares_heads else "any",
             _yes(each.takes_sizes),
             _yes(each.takes_chunks),
+            {"windows": "yes, windows too"}.get(each.transformer_engine, each.transformer_engine),
+            _yes(each.magi),
         )
         for each in COMMUNICATIONS.values()
     ]
@@ -234,6 +321,8 @@ def capability_table() -> str:
                     "head counts",
                     "`--hierarchical-context-parallel-sizes`",
                     "`--magi-attn-chunk-size`",
+                    "TransformerEngine's attention",
+                    "magi_attention",
                 ),
                 exchanges,
             ),

@@ -21,6 +21,7 @@ from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.attention.core_attention import PackedCoreAttention
 from megatron.packed.errors import ConfigurationError
+from megatron.packed.model.attention_engine import select_core_attention
 from megatron.packed.model.latent_attention import PackedMLASelfAttention
 from megatron.packed.model.moe import use_packed_experts
 from megatron.packed.model.norms import L2Norm, LayerNorm, RMSNorm
@@ -77,9 +78,7 @@ def _transformer_engine_norm() -> type:
     return TENorm
 
 
-def _transformer_engine_layer_spec(
-    config: Config, num_experts: int | None, *, ring: bool
-) -> ModuleSpec:
+def _transformer_engine_layer_spec(config: Config, num_experts: int | None) -> ModuleSpec:
     latent = config.attention.multi_latent_attention
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
@@ -92,9 +91,6 @@ def _transformer_engine_layer_spec(
         use_packed_experts(spec)
     if latent:
         spec.submodules.self_attention.module = PackedMLASelfAttention
-    if ring:
-        # Batches come with plans, which this project's engine runs.
-        spec.submodules.self_attention.submodules.core_attention = PackedCoreAttention
     return spec
 
 
@@ -107,21 +103,22 @@ def build_layer_spec(
     """The specification that GPTModel builds one pipeline stage's decoder from."""
     pattern = config.moe.expert_layers(config.model.num_layers)
     if uses_transformer_engine(config, accelerator):
-        ring = transformer_config.context_parallel_size > 1
-        kinds = {
-            experts: _transformer_engine_layer_spec(
-                config, config.moe.num_experts if experts else None, ring=ring
-            )
-            for experts in set(pattern)
-        }
+        make = _transformer_engine_layer_spec
+    else:
+        make = _local_layer_spec
+    kinds = {
+        experts: make(config, config.moe.num_experts if experts else None)
+        for experts in set(pattern)
+    }
+    own = select_core_attention(config, transformer_config, accelerator)
+    if own is not None:
+        for spec in kinds.values():
+            spec.submodules.self_attention.submodules.core_attention = own
+    if make is _transformer_engine_layer_spec:
         if len(kinds) == 1:
             return kinds[pattern[0]]
         norm: type = _transformer_engine_norm()
     else:
-        kinds = {
-            experts: _local_layer_spec(config, config.moe.num_experts if experts else None)
-            for experts in set(pattern)
-        }
         norm = _norm(config)
     first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
     count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
