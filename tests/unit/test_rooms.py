@@ -23,6 +23,7 @@ ROOMS = (
     "loss",
     "model",
     "training",
+    "cases",
     "cli",
 )
 
