@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import sys
 
-from megatron.packed.arguments import config_report, parse_arguments, validate
+from megatron.packed.arguments import (
+    config_report,
+    parse_arguments,
+    validate,
+    with_checkpoint_arguments,
+)
 from megatron.packed.cli import user_errors
 
 
 def main() -> None:
     """Read the command line, build the run, train, evaluate."""
-    config = validate(parse_arguments(sys.argv[1:], os.environ))
+    config = validate(with_checkpoint_arguments(parse_arguments(sys.argv[1:], os.environ)))
     if config.runtime.print_config:
         if config.parallel.rank == 0:
             print(config_report(config, everything=True))

@@ -179,7 +179,7 @@ def bare_core(corpus: Corpus, environment: Any) -> Callable[[], tuple[int, int]]
 
     from megatron.packed.loss.token import token_loss
     from megatron.packed.training.data import build_splits
-    from megatron.packed.training.loop import Progress
+    from megatron.packed.training.progress import Progress
 
     config = corpus.config("--use-packed-sequence")
     train_step, tokenizer = _build_step(config, environment)
@@ -309,7 +309,7 @@ def llama_padded(corpus: Corpus, tokenizer: Any) -> Callable[[], tuple[int, int]
 def llama_packed(corpus: Corpus, environment: Any, tokenizer: Any) -> Callable[[], tuple[int, int]]:
     """Hugging Face Llama on our packs, with the block-diagonal mask that its SDPA path takes."""
     from megatron.packed.training.data import build_splits
-    from megatron.packed.training.loop import Progress
+    from megatron.packed.training.progress import Progress
 
     model, optimizer = _llama(tokenizer.vocab_size)
     config = corpus.config("--use-packed-sequence")

@@ -14,6 +14,7 @@ NAME = "megatron.packed"
 # Each room may import those before it. `docs/architecture.md` shows the same list.
 ROOMS = (
     "errors",
+    "checkpoint",
     "arguments",
     "accelerator",
     "data",

@@ -12,6 +12,7 @@ from megatron.packed.arguments.config import Config, Replacement, all_specs, bui
 from megatron.packed.arguments.config_file import ConfigFileError
 from megatron.packed.arguments.data import DataConfig, LoggingConfig, PackingConfig
 from megatron.packed.arguments.declare import FlagSpec
+from megatron.packed.arguments.from_checkpoint import with_checkpoint_arguments
 from megatron.packed.arguments.model import KernelConfig, ModelConfig
 from megatron.packed.arguments.parallel import ParallelConfig, RuntimeConfig
 from megatron.packed.arguments.parser import CommandLineError, build_parser, parse_arguments
@@ -49,4 +50,5 @@ __all__ = [
     "parse_arguments",
     "replacement_report",
     "validate",
+    "with_checkpoint_arguments",
 ]

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from megatron.packed.arguments.declare import EVERYWHERE, KEEP, Replaced, flag
 
 _SHARDING = "replicas compute the same, however they share memory"
-_SAVING = "it moves when and by whom files are written, not what is in them"
 _BUFFERS = "TransformerEngine's user buffers aren't set up here"
 _GRAPHS = "CUDA graphs replay the same kernels faster"
 
@@ -99,30 +98,4 @@ class AccelerationConfig:
         "Fuse operations by TransformerEngine's sequences.",
         default=False,
         replaced=_everywhere("the fused sequences aren't used here", "one module after another"),
-    )
-
-    async_save: bool = flag(
-        "Write checkpoints beside the training.",
-        default=False,
-        section="checkpointing",
-        replaced=_everywhere(_SAVING, "training waits for the files", False),
-    )
-    async_strategy: str = flag(
-        "Who writes with --async-save.",
-        default="nvrx",
-        choices=("nvrx", "mcore"),
-        section="checkpointing",
-        replaced=_everywhere(_SAVING, "training waits for the files"),
-    )
-    use_persistent_ckpt_worker: bool = flag(
-        "Keep the process that writes with --async-save.",
-        default=False,
-        section="checkpointing",
-        replaced=_everywhere(_SAVING, "training waits for the files", False),
-    )
-    async_ckpt_use_cpu_shm: bool = flag(
-        "Hand tensors to the writing process through shared memory.",
-        default=False,
-        section="checkpointing",
-        replaced=_everywhere(_SAVING, "training waits for the files", False),
     )

@@ -20,7 +20,6 @@ from megatron.packed.packing import DocumentPack
 from megatron.packed.packing.sequence import PackSequence
 from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
 from megatron.packed.training.environment import Environment, print_rank_0
-from megatron.packed.training.loop import HeldOut, Progress, Splits, evaluation_config
 from megatron.packed.training.packs import (
     DocumentCollator,
     PackReader,
@@ -30,6 +29,7 @@ from megatron.packed.training.packs import (
     build_packer,
     describe,
 )
+from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
 from megatron.packed.training.sharing import HostBatch
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,72 +15,14 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.packed.arguments import Config
 from megatron.packed.arguments.stages import stages_of
 from megatron.packed.model.builder import sum_over_parameters
-from megatron.packed.training.batches import MicroBatchIterator, pack_alignment, pack_capacity
+from megatron.packed.training.batches import pack_alignment, pack_capacity
+from megatron.packed.training.checkpointing import CheckpointSaver
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.evaluation import evaluate
 from megatron.packed.training.pipeline import StepShape
+from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
 from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.step import TrainStep
-
-
-@dataclass
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        iteration: finished iterations.
-        consumed_samples: samples trained on by all ranks.
-        data: `Splits.state_dict()` at that point, where training goes on; None plans what was
-            consumed again.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    data: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Micro-batches to evaluate on.
-
-    Attributes:
-        key: in saved states, such as `valid`.
-        name: in logs, such as `validation`.
-        batches: micro-batches of this rank.
-        iterations: global batches of one evaluation.
-    """
-
-    key: str
-    name: str
-    batches: MicroBatchIterator
-    iterations: int
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Micro-batches of each split.
-
-    Attributes:
-        train: of training.
-        valid: sets to validate on, one by one; empty where there is none.
-        test: for the test after training; empty where there is none.
-    """
-
-    train: MicroBatchIterator
-    valid: tuple[HeldOut, ...] = ()
-    test: tuple[HeldOut, ...] = ()
-
-    def iterators(self) -> dict[str, MicroBatchIterator]:
-        """All micro-batches, by the key of their state."""
-        held_out = {each.key: each.batches for each in (*self.valid, *self.test)}
-        return {"train": self.train, **held_out}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where each split goes on, for `Progress.data`: small, plain, the same for any layout.
-
-        Take it between steps. Ranks that read no data lack the packers' states: save rank 0's.
-        """
-        return {name: batches.state_dict() for name, batches in self.iterators().items()}
 
 
 def step_shape(config: Config, transformer_config: object) -> StepShape:
@@ -115,6 +56,7 @@ class Trainer:
         splits: the data.
         reporter: the log.
         progress: where the run is.
+        saver: writes checkpoints; None without `--save`.
     """
 
     config: Config
@@ -123,6 +65,7 @@ class Trainer:
     splits: Splits
     reporter: Reporter
     progress: Progress = field(default_factory=Progress)
+    saver: CheckpointSaver | None = None
 
     def train(self) -> None:
         """Run the remaining iterations, with periodic evaluation."""
@@ -136,9 +79,33 @@ class Trainer:
                 measured = self.reporter.pause_clock()
                 self._evaluate(self.splits.valid, f"iteration {iteration}")
                 self.reporter.resume_clock(measured)
+            self._save_if_due()
             if training.exit_interval and iteration % training.exit_interval == 0:
                 print_rank_0(f"exiting program at iteration {iteration}")
                 break
+        self._save_last()
+
+    def _save_if_due(self) -> None:
+        """Finish what is being written, and begin the next checkpoint where one is due."""
+        if self.saver is None:
+            return
+        self.saver.poll()
+        interval = self.config.checkpoint.save_interval
+        if interval and self.progress.iteration % interval == 0:
+            self._save(self.saver)
+
+    def _save_last(self) -> None:
+        """Leave a whole checkpoint of where the run ends."""
+        if self.saver is None:
+            return
+        if self.saver.saved_iteration != self.progress.iteration:
+            self._save(self.saver)
+        self.saver.wait()
+
+    def _save(self, saver: CheckpointSaver) -> None:
+        measured = self.reporter.pause_clock()
+        saver.save(self.progress)
+        self.reporter.resume_clock(measured)
 
     def _train_one(self) -> None:
         batches, progress = self.splits.train, self.progress
@@ -202,17 +169,6 @@ class Trainer:
         self._evaluate(self.splits.valid, where)
         self._evaluate(self.splits.test, where)
         self.reporter.close()
-
-
-def evaluation_config(config: Config) -> Config:
-    """What evaluations run with: the configuration with their batch sizes for training's."""
-    evaluation = config.evaluation
-    return config.with_values(
-        {
-            "global_batch_size": evaluation.eval_global_batch_size,
-            "micro_batch_size": evaluation.eval_micro_batch_size,
-        }
-    )
 
 
 def start_microbatch_calculator(config: Config) -> None:

@@ -84,8 +84,8 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
         end_wd=flags.end_weight_decay,
         wd_incr_steps=training.train_iters * batch,
         wd_incr_style=flags.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=False,
+        use_checkpoint_opt_param_scheduler=config.checkpoint.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=config.checkpoint.override_opt_param_scheduler,
         wsd_decay_steps=wsd_samples,
         lr_wsd_decay_style=flags.lr_wsd_decay_style,
     )

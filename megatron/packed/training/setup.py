@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from megatron.packed.arguments import Config, config_report, replacement_report
 from megatron.packed.data.tokenizers import PackedTokenizer, build_tokenizer, padded_vocab_size
 from megatron.packed.model.builder import build_model, count_parameters
 from megatron.packed.model.transformer_config import params_dtype
+from megatron.packed.training.checkpointing import (
+    CheckpointSaver,
+    find_resume_point,
+    require_save_folder,
+)
 from megatron.packed.training.data import build_splits
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.flops import FlopsCounter, measure_gemm_peak
 from megatron.packed.training.loop import (
-    Progress,
     Trainer,
     start_microbatch_calculator,
     step_shape,
 )
 from megatron.packed.training.optimization import build_optimizer, build_scheduler
+from megatron.packed.training.progress import Progress
 from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.step import TrainStep
 from megatron.packed.training.writers import ScalarWriters, open_writers
@@ -107,8 +114,16 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
     tokenizer = build_tokenizer(config.data)
     print_rank_0(f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab(config, tokenizer)}")
     start_microbatch_calculator(config)
-    progress = Progress()
+    require_save_folder(config)
+    resume = find_resume_point(config, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    progress = resume.progress if resume else Progress()
     splits = build_splits(config, environment, tokenizer, progress)
     step = build_step(config, environment, tokenizer)
+    if resume is not None:
+        resume.restore(config, step)
     reporter = _build_reporter(config, environment, writers, tokenizer)
-    return Trainer(config, environment, step, splits, reporter, progress)
+    saver = None
+    if config.checkpoint.save:
+        saved = progress.iteration if resume and not resume.weights_only else None
+        saver = CheckpointSaver(config, step, splits.state_dict, saved_iteration=saved)
+    return Trainer(config, environment, step, splits, reporter, progress, saver)

@@ -17,6 +17,19 @@ from .flags import MINIMAL
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
 BROKEN = [
     *BROKEN_ATTENTION,
+    (
+        "retention_keeps_what_is_saved",
+        "--save x --save-interval 4 --save-retain-interval 6",
+        r"--save-retain-interval 6: must be a multiple of --save-interval \(4\)",
+        1,
+    ),
+    (
+        "one_source_of_schedules",
+        "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+        "give one of them",
+        1,
+    ),
+    ("a_step_needs_a_folder", "--ckpt-step 7", "--ckpt-step 7: needs --load", 1),
     ("world_size", "--tensor-model-parallel-size 2", "3 processes started", 3),
     ("world_size", "--context-parallel-size 2", "context 2 = 2 parallel processes", 3),
     (
@@ -347,6 +360,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
         rules.data,
         rules.packing,
         rules.context_parallel,
+        rules.checkpoint,
         rules.hardware,
     )
     defined = {

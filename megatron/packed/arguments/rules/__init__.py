@@ -13,6 +13,7 @@ from megatron.packed.arguments.config import Config, all_specs
 from megatron.packed.arguments.declare import EVERYWHERE, FlagSpec
 from megatron.packed.arguments.rules import (
     attention,
+    checkpoint,
     context_parallel,
     data,
     hardware,
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     + data.RULES
     + packing.RULES
     + context_parallel.RULES
+    + checkpoint.RULES
 )
 HARDWARE_RULES: tuple[Rule, ...] = hardware.RULES
 

@@ -1,0 +1,314 @@
+"""When a run saves, how a save goes on beside training, and where a run goes on from."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+
+from megatron.packed.arguments import Config
+from megatron.packed.arguments.from_checkpoint import ARGUMENTS
+from megatron.packed.checkpoint.folder import CheckpointFolder, superseded
+from megatron.packed.checkpoint.reading import Intact, agree, newest_intact
+from megatron.packed.checkpoint.storage import (
+    COMMON,
+    SaveError,
+    SavePlans,
+    ShardedSave,
+    SnapshotBuffers,
+    collective_device,
+    on_rank_0,
+)
+from megatron.packed.data.files import require_writable_folder
+from megatron.packed.errors import ConfigurationError, TrainingError
+from megatron.packed.training import state
+from megatron.packed.training.environment import print_rank_0
+from megatron.packed.training.progress import Progress
+from megatron.packed.training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint that a run goes on from, or takes its weights from.
+
+    Attributes:
+        checkpoint: what was found intact.
+        weights_only: start anew with its weights (`--finetune`, `--pretrained-checkpoint`).
+    """
+
+    checkpoint: Intact
+    weights_only: bool
+
+    @property
+    def progress(self) -> Progress:
+        """Where training goes on."""
+        if self.weights_only:
+            return Progress()
+        common = self.checkpoint.common
+        # Upstream's own checkpoints count them among the arguments.
+        elsewhere = getattr(common.get("args"), "consumed_train_samples", 0)
+        consumed = common.get("consumed_samples", elsewhere)
+        return Progress(self.checkpoint.iteration, int(consumed), common.get("data"))
+
+    def restore(self, config: Config, step: TrainStep) -> None:
+        """Put the state into a freshly built run; a collective call.
+
+        Raises:
+            DataError: the checkpoint is of another model.
+            ConfigurationError: it is of another schedule.
+        """
+        flags, path, common = config.checkpoint, self.checkpoint.path, self.checkpoint.common
+        strictness = flags.dist_ckpt_strictness
+        has_optimizer = common.get("has_optimizer", True)
+        if self.weights_only or flags.no_load_optim or not has_optimizer:
+            state.restore_weights(step, path, strictness, print_rank_0)
+        else:
+            state.restore_training(step, path, common, strictness, print_rank_0)
+        if self.weights_only:
+            return
+        if not flags.no_load_optim and "opt_param_scheduler" in common:
+            state.restore_schedules(step, common)
+        if flags.no_load_rng or not common.get("has_rng", False):
+            return
+        if common.get("layout") == state.layout_of(config):
+            state.restore_generators(path)
+        else:
+            print_rank_0(
+                "random generators start anew: the checkpoint is of another parallel layout, so "
+                "dropout won't draw what an uninterrupted run would"
+            )
+
+
+def find_resume_point(config: Config, restarts: int = 0) -> ResumePoint | None:
+    """Find what a run goes on from; a collective call.
+
+    Args:
+        config: the run's configuration.
+        restarts: how often the launcher restarted the job (TORCHELASTIC_RESTART_COUNT); then the
+            checkpoints that the job itself has written come first, without a flag.
+
+    Returns:
+        None where the run starts from scratch.
+
+    Raises:
+        DataError: checkpoints are there, but damaged.
+        ConfigurationError: `--exit-on-missing-checkpoint`, and there is none.
+    """
+    flags = config.checkpoint
+    if restarts and flags.save:
+        own = _find(config, CheckpointFolder(Path(flags.save), "--save"), step=None)
+        if own is not None:
+            print_rank_0(f"restart {restarts} of the job: going on from {own.path}")
+            return ResumePoint(own, weights_only=False)
+    if flags.load:
+        folder = CheckpointFolder(Path(flags.load), "--load")
+        found = _find(config, folder, step=flags.ckpt_step)
+        if found is not None:
+            print_rank_0(f"loading checkpoint {found.path} at iteration {found.iteration}")
+            return ResumePoint(found, weights_only=flags.finetune)
+        if flags.exit_on_missing_checkpoint:
+            raise ConfigurationError(
+                f"--load {flags.load}: holds no checkpoint, and --exit-on-missing-checkpoint is "
+                "given; name a folder with iter_* folders, or drop that flag to start from scratch"
+            )
+        print_rank_0(f"--load {flags.load}: no checkpoint there, will start from random weights")
+    if flags.pretrained_checkpoint:
+        folder = CheckpointFolder(Path(flags.pretrained_checkpoint), "--pretrained-checkpoint")
+        found = _find(config, folder, step=None)
+        if found is None:
+            raise ConfigurationError(
+                f"--pretrained-checkpoint {flags.pretrained_checkpoint}: holds no checkpoint"
+            )
+        print_rank_0(f"taking weights from {found.path}")
+        return ResumePoint(found, weights_only=True)
+    return None
+
+
+def _find(config: Config, folder: CheckpointFolder, step: int | None) -> Intact | None:
+    flags = config.checkpoint
+    return newest_intact(
+        folder,
+        step=step,
+        fall_back=flags.on_corrupt_checkpoint == "fallback",
+        report=lambda message: print_rank_0(f"WARNING: {message}"),
+        contents=flags.checkpoint_verification == "full",
+    )
+
+
+def require_save_folder(config: Config) -> None:
+    """Refuse a `--save` that can't be written before any work is done; a collective call.
+
+    Raises:
+        DataError: on every rank.
+    """
+    folder = config.checkpoint.save
+    if folder is not None:
+        agree(lambda: require_writable_folder(Path(folder), "--save"))
+
+
+# --- saving ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _InFlight:
+    """A save whose files are being written by a thread."""
+
+    save: ShardedSave
+    thread: threading.Thread
+
+
+@dataclass
+class CheckpointSaver:
+    """Writes a run's checkpoints.
+
+    All methods are collective calls.
+
+    Attributes:
+        config: the run's configuration.
+        step: model, optimizer and schedules.
+        data_state: gives `Splits.state_dict()` at this moment.
+        report: told about saves, on every rank.
+        saved_iteration: of the last checkpoint that was begun; None before the first.
+        blocked_seconds: time that saves have kept training waiting.
+    """
+
+    config: Config
+    step: TrainStep
+    data_state: Callable[[], dict[str, Any]]
+    report: Callable[[str], None] = print_rank_0
+    saved_iteration: int | None = None
+    blocked_seconds: float = 0.0
+    _plans: SavePlans = field(default_factory=SavePlans)
+    _snapshots: SnapshotBuffers = field(default_factory=SnapshotBuffers)
+    _validated: bool = False
+    _in_flight: _InFlight | None = None
+
+    @property
+    def folder(self) -> CheckpointFolder:
+        """Where checkpoints go."""
+        assert self.config.checkpoint.save is not None
+        return CheckpointFolder(Path(self.config.checkpoint.save))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an asynchronous save waits for `poll`."""
+        return self._in_flight is not None
+
+    def save(self, progress: Progress) -> None:
+        """Save the run as it is after a step.
+
+        Raises:
+            TrainingError: it can't be written, with `--on-save-failure stop`.
+        """
+        start = time.perf_counter()
+        self.wait()
+        asynchronous = self.config.checkpoint.async_save
+        iteration = progress.iteration
+        try:
+            on_rank_0(self.folder.prepare, iteration)
+            save = self._begin(progress)
+            if asynchronous:
+                thread = threading.Thread(target=save.write, name="checkpoint", daemon=True)
+                thread.start()
+                self._in_flight = _InFlight(save, thread)
+            else:
+                save.write()
+                self._finish(save)
+        except SaveError as error:
+            self._failed(iteration, error)
+        self.saved_iteration = iteration
+        seconds = time.perf_counter() - start
+        self.blocked_seconds += seconds
+        if asynchronous:
+            self.report(f"  saving checkpoint at iteration {iteration} in the background")
+        else:
+            self.report(f"  saved checkpoint at iteration {iteration} in {seconds:.2f} s")
+
+    def poll(self) -> None:
+        """Finish an asynchronous save that all ranks have written."""
+        if self._in_flight is None:
+            return
+        done = int(not self._in_flight.thread.is_alive())
+        everyone = torch.tensor([done], device=collective_device())
+        torch.distributed.all_reduce(everyone, torch.distributed.ReduceOp.MIN)
+        if everyone.item():
+            self._settle()
+
+    def wait(self) -> None:
+        """Finish an asynchronous save, however long it takes."""
+        if self._in_flight is not None:
+            self._settle()
+
+    def _settle(self) -> None:
+        assert self._in_flight is not None
+        in_flight, self._in_flight = self._in_flight, None
+        start = time.perf_counter()
+        in_flight.thread.join()
+        try:
+            self._finish(in_flight.save)
+            self.report(f"  saved checkpoint at iteration {in_flight.save.iteration}")
+        except SaveError as error:
+            self._failed(in_flight.save.iteration, error)
+        self.blocked_seconds += time.perf_counter() - start
+
+    def _begin(self, progress: Progress) -> ShardedSave:
+        flags = self.config.checkpoint
+        sharded, alike = save_preprocess(
+            state.sharded_state(self.config, self.step), not self._validated
+        )
+        self._validated = True
+        if flags.ckpt_fully_parallel_save and self._plans.parallel_group is None:
+            self._plans.parallel_group = parallel_state.get_data_parallel_group(
+                with_context_parallel=True
+            )
+        save = ShardedSave(
+            self.folder.temporary(progress.iteration),
+            progress.iteration,
+            self._small(progress, alike),
+        )
+        save.begin(sharded, self._plans, self._snapshots if flags.async_save else None)
+        return save
+
+    def _small(self, progress: Progress, alike: dict[str, Any]) -> dict[str, bytes]:
+        """Contents of the files that rank 0 writes."""
+        data = self.data_state()
+        if torch.distributed.get_rank() != 0:
+            return {}
+        common = alike | state.common_state(
+            self.config, self.step, progress.iteration, progress.consumed_samples, data
+        )
+        buffer = io.BytesIO()
+        torch.save(common, buffer)
+        arguments = json.dumps(state.flat_arguments(self.config), indent=1)
+        return {COMMON: buffer.getvalue(), ARGUMENTS: arguments.encode()}
+
+    def _finish(self, save: ShardedSave) -> None:
+        save.finish()
+        on_rank_0(self._publish, save.iteration)
+
+    def _publish(self, iteration: int) -> None:
+        folder = self.folder
+        folder.publish(iteration)
+        interval = self.config.checkpoint.save_retain_interval
+        for old in superseded(folder.iterations(), iteration, interval):
+            folder.remove(old)
+
+    def _failed(self, iteration: int, error: SaveError) -> None:
+        if torch.distributed.get_rank() == 0:
+            self.folder.discard(iteration)
+        message = f"checkpoint of iteration {iteration} could not be written: {error}"
+        if self.config.checkpoint.on_save_failure == "stop":
+            raise TrainingError(
+                f"{message}; make room or give the folder to this user, and restart; "
+                "--on-save-failure continue would have trained on"
+            )
+        self.report(f"WARNING: {message}; training goes on (--on-save-failure continue)")
