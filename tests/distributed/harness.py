@@ -54,6 +54,7 @@ class RankResult:
     Attributes:
         losses: mean loss of each iteration.
         loss_counts: supervised tokens of each iteration.
+        reports: (sum, count) of whatever else each iteration reports, by name.
         grad_norms: before clipping; None where the update was skipped.
         updated: whether each iteration moved the weights.
         learning_rates: as logged for each iteration.
@@ -68,6 +69,7 @@ class RankResult:
 
     losses: list[float] = field(default_factory=list)
     loss_counts: list[float] = field(default_factory=list)
+    reports: list[dict[str, tuple[float, float]]] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
     updated: list[bool] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
@@ -117,7 +119,7 @@ def run(
     )
     first = results[0]
     for other in results[1:]:
-        for name in ("losses", "loss_counts", "grad_norms", "updated", "validations"):
+        for name in ("losses", "loss_counts", "reports", "grad_norms", "updated", "validations"):
             ours, theirs = repr(getattr(first, name)), repr(getattr(other, name))
             assert ours == theirs, f"ranks disagree on {name}: {ours} and {theirs}"
     for name in ("gradient", "initial_weights", "final_weights"):
@@ -222,6 +224,7 @@ def _record(trainer: Any, result: RankResult) -> None:
     def on_record(step: Any, iteration: int, samples: int, learning_rate: float) -> None:
         result.losses.append(step.loss)
         result.loss_counts.append(step.loss_count)
+        result.reports.append(step.reports)
         result.grad_norms.append(step.grad_norm)
         result.updated.append(step.updated)
         result.learning_rates.append(learning_rate)

@@ -216,6 +216,19 @@ def _read_json(flag: str, path: str) -> Any:
         raise DataError(f"{flag} {path}: is no JSON ({error}); repair it") from error
 
 
+def training_datasets(options: CorpusOptions) -> tuple[str, ...]:
+    """Names of the training corpora, in the order in which datasets number them.
+
+    Args:
+        options: corpus flags, such as `config.data`.
+    """
+    corpora = resolve_corpora(options)
+    if corpora is None:
+        return ("mock",)
+    blend = corpora.per_split[0] if corpora.per_split is not None else corpora.blend
+    return blend.prefixes if blend is not None else ()
+
+
 def parse_blend(flag: str, values: tuple[str, ...] | list[str]) -> Blend:
     """Read `weight prefix weight prefix ...` or `prefix prefix ...`.
 

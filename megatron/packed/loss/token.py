@@ -12,7 +12,8 @@ class TokenLoss:
     """The loss of one micro-batch on this rank.
 
     Attributes:
-        total: float32 scalar, sum of the supervised losses; carries the gradient.
+        total: scalar, sum of the supervised losses, float32 or as the losses; it carries the
+            gradient.
         count: int32 scalar, supervised tokens.
     """
 
@@ -21,7 +22,7 @@ class TokenLoss:
 
     @property
     def report(self) -> torch.Tensor:
-        """float32 [2], (sum, count) without gradient, to be added over micro-batches and ranks."""
+        """[2], (sum, count) without gradient, to be added over micro-batches and ranks."""
         return torch.stack((self.total.detach(), self.count.to(self.total.dtype)))
 
 
@@ -32,12 +33,15 @@ def token_loss(losses: torch.Tensor, loss_mask: torch.Tensor) -> TokenLoss:
     neither the sum nor the gradient.
 
     Args:
-        losses: float32 [B, S], per-token losses.
+        losses: [B, S], per-token losses; float64 is summed as such, all else as float32.
         loss_mask: float32 [B, S], nonzero where supervised.
 
     Returns:
         Sum and count, never divided here.
     """
     supervised = loss_mask.reshape(-1) != 0
-    selected = torch.where(supervised, losses.reshape(-1).float(), 0.0)
+    flat = losses.reshape(-1)
+    if flat.dtype != torch.float64:
+        flat = flat.float()
+    selected = torch.where(supervised, flat, 0.0)
     return TokenLoss(total=selected.sum(), count=supervised.sum().to(torch.int32))

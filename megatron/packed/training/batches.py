@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from megatron.packed.context_parallel.context_parallel_helper import (
 )
 from megatron.packed.data.bshd import BshdBatch, BshdCollator
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.loss.document import update_packed_doc_level_params
 from megatron.packed.model.token_slots import pack_slots, row_slots
 from megatron.packed.packing import (
     Alignment,
@@ -38,6 +40,7 @@ from megatron.packed.packing import (
 )
 from megatron.packed.training.environment import Environment
 from megatron.packed.training.flops import attended_pairs
+from megatron.packed.training.normalisation import Scales, global_scales
 from megatron.packed.training.packs import (
     DocumentCollator,
     PackBatches,
@@ -116,6 +119,7 @@ class MicroBatch:
             attend by; None for whole rows.
         statistics: counts of this micro-batch, over all context-parallel ranks.
         cp_size: context-parallel ranks that share this micro-batch.
+        scales: of the global batch that a step trains on, where its loss needs them.
     """
 
     tokens: torch.Tensor
@@ -128,6 +132,7 @@ class MicroBatch:
     packed_seq_params: PackedSeqParams | None
     statistics: BatchStatistics
     cp_size: int = 1
+    scales: Scales | None = None
 
     def token_slots(self) -> torch.Tensor:
         """What a mixture of experts must know of each slot: int64 [B, S], see `token_slots`."""
@@ -254,10 +259,19 @@ def build_collator(config: Config, eod_id: int, helper: AnyHelper | None = None)
         eod_id: id that ends a document.
         helper: cuts batches over context-parallel ranks; by default the one of the flags.
     """
-    if config.parallel.context_parallel_size == 1:
+    loss = config.loss
+    if config.parallel.context_parallel_size == 1 and not loss.is_weighted:
         helper = None  # nothing is cut
     elif helper is None:
         helper = build_context_parallel_helper(config)
+    if helper is not None and loss.is_weighted:
+        helper.register_batch_sliced_hook(
+            partial(
+                update_packed_doc_level_params,
+                reduction=loss.loss_reduction,
+                document_length=loss.document_length,
+            )
+        )
     if config.packing.use_packed_sequence:
         alignment = pack_alignment(config)
         capacity = pack_capacity(config, alignment)
@@ -366,6 +380,7 @@ class MicroBatchIterator:
         iteration: number of the current step, from 1.
         statistics: counts since `take_statistics`.
         reopen: gives a loader from the first sample on; None where batches go on for ever.
+        scales: of the current step, see `normalise`.
     """
 
     source: BatchSource
@@ -374,6 +389,7 @@ class MicroBatchIterator:
     reopen: Callable[[], Iterator[HostBatch] | None] | None = None
     iteration: int = 0
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
+    scales: Scales | None = None
     _ahead: deque[HostBatch] = field(default_factory=deque)
     _lengths: list[int] = field(default_factory=list)
 
@@ -391,6 +407,8 @@ class MicroBatchIterator:
         if self.source.window is not None:
             lengths = np.diff(_segment_boundaries(batch)).astype(np.int64)
             micro_batch.statistics.windowed_pairs = attended_pairs(lengths, self.source.window)
+        if self.scales is not None:
+            micro_batch = replace(micro_batch, scales=self.scales)
         self.consumed_samples += self.samples_per_micro_batch
         self.statistics.add(micro_batch.statistics)
         self.statistics.data_seconds += time.perf_counter() - start
@@ -444,13 +462,29 @@ class MicroBatchIterator:
         group = self.source.environment.host_model_group
         if group is None:
             return
-        while len(self._ahead) < num_microbatches:
-            self._ahead.append(self._read())
+        self._read_ahead(num_microbatches)
         for number, batch in enumerate(self._ahead):
             assert isinstance(batch, PackedBatch)  # the flag needs --use-packed-sequence
             first = self.consumed_samples + number * self.samples_per_micro_batch
             what = f"iteration {self.iteration}, micro-batch {number} (samples from {first} on)"
             assert_same_metadata(batch.packed_seq_params, group, what)
+
+    def normalise(self, num_microbatches: int) -> None:
+        """Learn what the losses of the next step are divided by; a collective call.
+
+        Args:
+            num_microbatches: micro-batches of the step on this rank.
+        """
+        self._read_ahead(num_microbatches)
+        self.scales = global_scales(
+            self._ahead,
+            self.source.environment.accelerator.device,
+            parallel_state.get_data_parallel_group(),
+        )
+
+    def _read_ahead(self, num_microbatches: int) -> None:
+        while len(self._ahead) < num_microbatches:
+            self._ahead.append(self._read())
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on after the micro-batches handed out so far, as plain numbers and lists.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron.packed.loss.calculation import LM_LOSS
 from megatron.packed.training.batches import MicroBatchIterator
 from megatron.packed.training.pipeline import StepShape, forward_backward
-from megatron.packed.training.step import forward_step, reduce_reports
+from megatron.packed.training.step import ForwardStep, by_name, reduce_reports
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,12 @@ class EvaluationResult:
     Attributes:
         loss: mean over all supervised tokens of all batches and ranks; NaN if there was none.
         tokens: how many tokens that were.
+        others: means of whatever else is measured, by name; none of it over nothing.
     """
 
     loss: float
     tokens: int
+    others: dict[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -37,6 +40,7 @@ def evaluate(
     batches: MicroBatchIterator,
     shape: StepShape,
     *,
+    forward: ForwardStep,
     num_iterations: int,
     num_microbatches: int,
 ) -> EvaluationResult:
@@ -46,6 +50,7 @@ def evaluate(
         model: wrapped chunks of this rank.
         batches: held-out micro-batches of this rank.
         shape: shape of a micro-batch.
+        forward: a micro-batch and its loss.
         num_iterations: global batches to average over.
         num_microbatches: micro-batches of each on this rank.
 
@@ -55,14 +60,20 @@ def evaluate(
     for chunk in model:
         chunk.eval()
     device = batches.source.environment.accelerator.device
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    names = forward.loss.report_names
+    total = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for _ in range(num_iterations):
         batches.check_metadata(num_microbatches)
         reports = forward_backward(
-            forward_step, model, batches, shape, num_microbatches, forward_only=True
+            forward, model, batches, shape, num_microbatches, forward_only=True
         )
-        total += reduce_reports(reports, device)
+        total += reduce_reports(reports, names, device)
     for chunk in model:
         chunk.train()
-    loss_sum, count = total.tolist()
-    return EvaluationResult(loss=loss_sum / count if count else float("nan"), tokens=int(count))
+    totals = by_name(total, names)
+    loss_sum, count = totals.pop(LM_LOSS)
+    return EvaluationResult(
+        loss=loss_sum / count if count else float("nan"),
+        tokens=int(count),
+        others={name: total / weight for name, (total, weight) in totals.items() if weight},
+    )

@@ -154,6 +154,7 @@ class Trainer:
                 self.step.model,
                 each.batches,
                 step_shape(config, self.step.transformer_config),
+                forward=self.step.forward,
                 num_iterations=each.iterations,
                 num_microbatches=training.global_batch_size
                 // (training.micro_batch_size * replicas),

@@ -10,6 +10,7 @@ import torch
 
 from megatron.packed.arguments import Config
 from megatron.packed.training.batches import BatchStatistics
+from megatron.packed.training.document_losses import DocumentLosses, DocumentLossFile
 from megatron.packed.training.environment import print_rank_0
 from megatron.packed.training.evaluation import EvaluationResult
 from megatron.packed.training.flops import FlopsCounter
@@ -47,6 +48,8 @@ class Reporter:
         gemm_peak: FLOP/s that one process reaches in a matrix product.
         writers: where curves go.
         device: device of this rank.
+        documents: keeps the documents of the highest loss; None where nobody asks.
+        document_file: where they go.
     """
 
     config: Config
@@ -54,6 +57,8 @@ class Reporter:
     gemm_peak: float
     writers: ScalarWriters
     device: torch.device
+    documents: DocumentLosses | None = None
+    document_file: DocumentLossFile | None = None
     skipped_iterations: int = 0
     nan_iterations: int = 0
     _steps: list[StepResult] = field(default_factory=list)
@@ -82,6 +87,10 @@ class Reporter:
         if step.loss_count:
             add("lm loss", step.loss, iteration)
             add("lm loss vs samples", step.loss, consumed_samples)
+        for name, (total, count) in step.reports.items():
+            if count:
+                add(name, total / count, iteration)
+                add(f"{name} vs samples", total / count, consumed_samples)
         if step.grad_norm is not None:
             add("grad-norm", step.grad_norm, iteration)
             add("grad-norm vs samples", step.grad_norm, consumed_samples)
@@ -143,9 +152,19 @@ class Reporter:
         print_rank_0(self._packing_line(statistics, speed))
         if self.writers:
             self._write_interval(iteration, statistics, speed, params_norm)
+        self._report_documents(iteration)
         self._steps.clear()
         self.skipped_iterations = self.nan_iterations = 0
         self._since = time.perf_counter()
+
+    def _report_documents(self, iteration: int) -> None:
+        """Write the documents of the highest loss; a collective call where it does anything."""
+        if self.documents is None or self.document_file is None:
+            return
+        entries = self.documents.take()
+        if torch.distributed.get_rank() == 0:
+            table = self.document_file.write(iteration, entries)
+            self.writers.add_text("documents of highest loss", table, iteration)
 
     def _iteration_line(
         self,
@@ -174,6 +193,7 @@ class Reporter:
         ]
         if loss_count:
             parts.append(f"lm loss: {loss_sum / loss_count:.6E}")
+        parts += [f"{name}: {mean:.6E}" for name, mean in self._other_means().items()]
         parts.append("loss scale: 1.0")
         if last.grad_norm is not None:
             parts.append(f"grad norm: {last.grad_norm:.3f}")
@@ -186,6 +206,16 @@ class Reporter:
             f"number of nan iterations: {self.nan_iterations:3d}",
         ]
         return " " + " | ".join(parts) + " |"
+
+    def _other_means(self) -> dict[str, float]:
+        """Whatever else the steps of the interval reported: sums over counts."""
+        means = {}
+        for name in self._steps[-1].reports:
+            total = sum(step.reports[name][0] for step in self._steps)
+            count = sum(step.reports[name][1] for step in self._steps)
+            if count:
+                means[name] = total / count
+        return means
 
     def _packing_line(self, statistics: BatchStatistics, speed: Throughput) -> str:
         """What the batches of the interval held, per iteration, and how fast they went by."""
@@ -247,12 +277,16 @@ class Reporter:
             f" {split} loss at {where} | lm loss value: {result.loss:.6E} | "
             f"lm loss PPL: {result.perplexity:.6E} | "
         )
+        line += "".join(f"{name} value: {mean:.6E} | " for name, mean in result.others.items())
         print_rank_0("-" * len(line))
         print_rank_0(line)
         print_rank_0("-" * len(line))
         add = self.writers.add_scalar
         add(f"lm loss {split}", result.loss, iteration)
         add(f"lm loss {split} vs samples", result.loss, samples)
+        for name, mean in result.others.items():
+            add(f"{name} {split}", mean, iteration)
+            add(f"{name} {split} vs samples", mean, samples)
         if self.config.logging.log_validation_ppl_to_tensorboard:
             add(f"lm loss {split} ppl", result.perplexity, iteration)
             add(f"lm loss {split} ppl vs samples", result.perplexity, samples)

@@ -7,7 +7,9 @@ import os
 import torch
 
 from megatron.packed.arguments import Config, config_report, replacement_report
+from megatron.packed.data.blends import training_datasets
 from megatron.packed.data.tokenizers import PackedTokenizer, build_tokenizer, padded_vocab_size
+from megatron.packed.loss.calculation import LossCalculationHelper
 from megatron.packed.model.builder import build_model, count_parameters
 from megatron.packed.model.transformer_config import params_dtype
 from megatron.packed.training.checkpointing import (
@@ -16,6 +18,7 @@ from megatron.packed.training.checkpointing import (
     require_save_folder,
 )
 from megatron.packed.training.data import build_splits
+from megatron.packed.training.document_losses import DocumentLosses, DocumentLossFile
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.flops import FlopsCounter, measure_gemm_peak
 from megatron.packed.training.loop import (
@@ -26,7 +29,7 @@ from megatron.packed.training.loop import (
 from megatron.packed.training.optimization import build_optimizer, build_scheduler
 from megatron.packed.training.progress import Progress
 from megatron.packed.training.reporting import Reporter
-from megatron.packed.training.step import TrainStep
+from megatron.packed.training.step import ForwardStep, TrainStep
 from megatron.packed.training.writers import ScalarWriters, open_writers
 
 
@@ -50,6 +53,19 @@ def padded_vocab(config: Config, tokenizer: PackedTokenizer) -> int:
         tokenizer.vocab_size,
         config.model.make_vocab_size_divisible_by,
         config.parallel.tensor_model_parallel_size,
+    )
+
+
+def build_forward_step(config: Config) -> ForwardStep:
+    """What a run makes of per-token losses, and which of them it keeps."""
+    flags = config.loss
+    return ForwardStep(
+        loss=LossCalculationHelper(
+            weighted=flags.is_weighted,
+            datasets=training_datasets(config.data) if flags.loss_by_dataset else (),
+            keep_document_sums=flags.log_document_losses > 0,
+        ),
+        documents=DocumentLosses(flags.log_document_losses) if flags.log_document_losses else None,
     )
 
 
@@ -77,11 +93,17 @@ def build_step(config: Config, environment: Environment, tokenizer: PackedTokeni
         shape=step_shape(config, transformer_config),
         device=environment.accelerator.device,
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
+        forward=build_forward_step(config),
+        error_on_empty=config.loss.on_empty_batch == "error",
     )
 
 
 def _build_reporter(
-    config: Config, environment: Environment, writers: ScalarWriters, tokenizer: PackedTokenizer
+    config: Config,
+    environment: Environment,
+    writers: ScalarWriters,
+    tokenizer: PackedTokenizer,
+    documents: DocumentLosses | None,
 ) -> Reporter:
     size = 8192 if environment.accelerator.name == "cuda" else 1024
     # All ranks measure at once: they share the machine in training too.
@@ -93,7 +115,20 @@ def _build_reporter(
         gemm_peak=peak,
         writers=writers,
         device=environment.accelerator.device,
+        documents=documents,
+        document_file=_document_file(config, environment) if documents is not None else None,
     )
+
+
+def _document_file(config: Config, environment: Environment) -> DocumentLossFile:
+    path = config.loss.document_losses_path
+    if path is None:
+        assert config.logging.tensorboard_dir is not None  # by a rule on flags
+        path = os.path.join(config.logging.tensorboard_dir, "document_losses.jsonl")
+    file = DocumentLossFile(path, training_datasets(config.data))
+    if environment.is_first_rank:
+        file.check()
+    return file
 
 
 def build_trainer(config: Config, environment: Environment) -> Trainer:
@@ -121,7 +156,7 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
     step = build_step(config, environment, tokenizer)
     if resume is not None:
         resume.restore(config, step)
-    reporter = _build_reporter(config, environment, writers, tokenizer)
+    reporter = _build_reporter(config, environment, writers, tokenizer, step.forward.documents)
     saver = None
     if config.checkpoint.save:
         saved = progress.iteration if resume and not resume.weights_only else None

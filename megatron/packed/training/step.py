@@ -18,9 +18,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron.packed.errors import TrainingError
-from megatron.packed.loss.token import token_loss
+from megatron.packed.loss.calculation import LM_LOSS, OBJECTIVE, LossCalculationHelper
+from megatron.packed.packing.batch import PackedSeqParamsWithValidTokens
 from megatron.packed.training.batches import MicroBatch, MicroBatchIterator
+from megatron.packed.training.document_losses import DocumentLosses
 from megatron.packed.training.pipeline import StepShape, forward_backward
+
+Totals = dict[str, tuple[float, float]]
+"""(sum, count) by name, over the global batch."""
 
 
 @dataclass
@@ -66,6 +71,7 @@ class StepResult:
         grad_norm: norm before clipping; None when the update was skipped.
         num_zeros_in_grad: zero entries of the gradient, if counted.
         updated: whether the weights moved.
+        reports: (sum, count) over the global batch of whatever else is reported.
     """
 
     loss_sum: float
@@ -73,6 +79,7 @@ class StepResult:
     grad_norm: float | None
     num_zeros_in_grad: float | None
     updated: bool
+    reports: Totals = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -80,54 +87,84 @@ class StepResult:
         return self.loss_sum / self.loss_count if self.loss_count else float("nan")
 
 
-def _loss_function(
-    batch: MicroBatch, per_token: bool, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """What the schedules of megatron-core take: sum, count, and what is reported.
+@dataclass(frozen=True)
+class ForwardStep:
+    """One micro-batch forward and its loss; megatron-core's schedules call this.
 
-    Without a loss per token, they divide each micro-batch by its own count and average over
-    context-parallel ranks too: then the count is that of all these ranks, and the average a sum.
+    Attributes:
+        loss: from per-token losses to the objective.
+        documents: keeps the losses of documents; None where nobody asks.
     """
-    loss = token_loss(losses, batch.loss_mask)
-    report = {"lm loss": loss.report}
-    if per_token or batch.cp_size == 1:
-        return loss.total, loss.count, report
-    count = torch.full_like(loss.count, batch.statistics.supervised_tokens)
-    return loss.total * batch.cp_size, count, report
+
+    loss: LossCalculationHelper = field(default_factory=LossCalculationHelper)
+    documents: DocumentLosses | None = None
+
+    @property
+    def needs_scales(self) -> bool:
+        """Whether losses are divided by something else than supervised tokens."""
+        return self.loss.weighted
+
+    def __call__(
+        self, batches: MicroBatchIterator, model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Run one micro-batch; returns the output, and what makes the loss of it."""
+        batch = next(batches)
+        config = get_model_config(model)
+        slots = {} if config.num_moe_experts is None else {"padding_mask": batch.token_slots()}
+        output = model(
+            batch.tokens,
+            batch.position_ids,
+            batch.attention_mask,
+            labels=batch.labels,
+            loss_mask=batch.loss_mask,
+            packed_seq_params=batch.packed_seq_params,
+            **slots,
+        )
+        return output, partial(self._loss_function, batch, config.calculate_per_token_loss)
+
+    def _loss_function(
+        self, batch: MicroBatch, per_token: bool, losses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """What the schedules take: sum, count, and what is reported.
+
+        Without a loss per token, they divide each micro-batch by its own count and average over
+        context-parallel ranks too: then the count is that of all these ranks, and the average a
+        sum.
+        """
+        loss = self.loss.compute_loss(
+            losses,
+            batch.packed_seq_params,
+            batch.loss_mask,
+            scale=None if batch.scales is None else batch.scales.objective,
+        )
+        if self.documents is not None and torch.is_grad_enabled():
+            params = batch.packed_seq_params
+            # The loss of a run with this log keeps the sums.
+            assert loss.document_sums is not None
+            assert isinstance(params, PackedSeqParamsWithValidTokens)
+            self.documents.add(loss.document_sums, params)
+        if per_token or batch.cp_size == 1:
+            return loss.total, loss.count, loss.reports
+        count = torch.full_like(loss.count, batch.statistics.supervised_tokens)
+        return loss.total * batch.cp_size, count, loss.reports
 
 
-def forward_step(
-    batches: MicroBatchIterator, model: torch.nn.Module
-) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Run one micro-batch forward; megatron-core's schedules call this."""
-    batch = next(batches)
-    config = get_model_config(model)
-    slots = {} if config.num_moe_experts is None else {"padding_mask": batch.token_slots()}
-    output = model(
-        batch.tokens,
-        batch.position_ids,
-        batch.attention_mask,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        packed_seq_params=batch.packed_seq_params,
-        **slots,
-    )
-    return output, partial(_loss_function, batch, config.calculate_per_token_loss)
-
-
-def reduce_reports(reports: list[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+def reduce_reports(
+    reports: list[dict[str, torch.Tensor]], names: tuple[str, ...], device: torch.device
+) -> torch.Tensor:
     """Add (sum, count) pairs over micro-batches and ranks.
 
     Args:
         reports: what the loss function reported; empty except on the last pipeline stage.
+        names: what it reports, the same on every rank.
         device: where collectives run.
 
     Returns:
-        float64 [2], the same on every rank.
+        float64 [names, 2], the same on every rank.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+    total = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for report in reports:
-        total += report["lm loss"].double()
+        total += torch.stack([report[name].double() for name in names])
     torch.distributed.all_reduce(
         total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
     )
@@ -138,6 +175,17 @@ def reduce_reports(reports: list[dict[str, torch.Tensor]], device: torch.device)
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
     return total
+
+
+def by_name(totals: torch.Tensor, names: tuple[str, ...]) -> Totals:
+    """Reduced reports as plain numbers; waits for the device.
+
+    Args:
+        totals: float64 [names, 2].
+        names: of the rows.
+    """
+    rows = totals.tolist()
+    return {name: (total, count) for name, (total, count) in zip(names, rows, strict=True)}
 
 
 @contextmanager
@@ -174,6 +222,8 @@ class TrainStep:
         shape: shape of a micro-batch.
         device: device of this rank.
         check_for_nan: stop on NaN or Inf instead of training on.
+        forward: a micro-batch and its loss.
+        error_on_empty: stop at a global batch without a supervised token instead of skipping it.
     """
 
     model: list[DistributedDataParallel]
@@ -183,6 +233,8 @@ class TrainStep:
     shape: StepShape
     device: torch.device
     check_for_nan: bool
+    forward: ForwardStep = field(default_factory=ForwardStep)
+    error_on_empty: bool = False
     finalizer: GradientFinalizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -204,21 +256,33 @@ class TrainStep:
             Losses, norms and statistics of the step.
 
         Raises:
-            TrainingError: NaN or Inf in the loss or the gradients, with `check_for_nan`; another
-                rank that was lost.
+            TrainingError: NaN or Inf in the loss or the gradients, with `check_for_nan`; nothing
+                to train on, with `error_on_empty`; another rank that was lost.
         """
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with naming_lost_ranks(batches):
+            if self.forward.needs_scales:
+                batches.normalise(num_microbatches)
             reports = forward_backward(
-                forward_step, self.model, batches, self.shape, num_microbatches, forward_only=False
+                self.forward, self.model, batches, self.shape, num_microbatches, forward_only=False
             )
-            loss_sum, loss_count = reduce_reports(reports, self.device).tolist()
+            names = self.forward.loss.report_names
+            totals = by_name(reduce_reports(reports, names, self.device), names)
+        loss_sum, loss_count = totals.pop(LM_LOSS)
         if self.check_for_nan:
             self._check_finite(loss_sum, batches, global_batch_size)
         updated, grad_norm, num_zeros = False, None, None
-        if loss_count:
+        # Documents that all weigh nothing are no batch to train on, either.
+        trainable = bool(loss_count and totals.get(OBJECTIVE, (0.0, 1.0))[1])
+        if self.error_on_empty and not trainable:
+            raise TrainingError(
+                f"iteration {batches.iteration}: no supervised token in the global batch, and "
+                "--on-empty-batch is error; look at its samples "
+                f"{self._samples(batches, global_batch_size)}, or use --on-empty-batch skip"
+            )
+        if trainable:
             with naming_lost_ranks(batches):
                 updated, grad_norm, num_zeros = self.optimizer.step()
         self.scheduler.step(increment=global_batch_size)
@@ -228,7 +292,14 @@ class TrainStep:
             grad_norm=None if grad_norm is None else float(grad_norm),
             num_zeros_in_grad=None if num_zeros is None else float(num_zeros),
             updated=bool(updated),
+            reports=totals,
         )
+
+    @staticmethod
+    def _samples(batches: MicroBatchIterator, global_batch_size: int) -> str:
+        """The samples of the step that has just read its batches."""
+        first = batches.consumed_samples - global_batch_size
+        return f"{first}..{first + global_batch_size - 1}"
 
     def _check_finite(
         self, loss_sum: float, batches: MicroBatchIterator, global_batch_size: int
@@ -240,8 +311,7 @@ class TrainStep:
         ranks = torch.nonzero(bad).flatten().tolist()
         if math.isfinite(loss_sum) and not ranks:
             return
-        first = batches.consumed_samples - global_batch_size
-        where = f"samples {first}..{first + global_batch_size - 1}"
+        where = f"samples {self._samples(batches, global_batch_size)}"
         if ranks:
             replicas = [parallel_state.get_data_parallel_rank()] * len(bad)
             torch.distributed.all_gather_object(replicas, replicas[0])

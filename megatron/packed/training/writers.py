@@ -63,6 +63,12 @@ class ScalarWriters:
         for writer in self.writers:
             writer.add_scalar(name, value, step)
 
+    def add_text(self, name: str, text: str, step: int) -> None:
+        """Keep a text, where that is possible."""
+        for writer in self.writers:
+            if hasattr(writer, "add_text"):
+                writer.add_text(name, text, step)
+
     def close(self) -> None:
         """Write out what is held back."""
         for writer in self.writers:

@@ -312,6 +312,31 @@ BROKEN = [
     ),
     ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
     *BROKEN_PIPELINE,
+    (
+        "documents_need_packs",
+        "--loss-reduction sqrt --loss-by-dataset",
+        "--loss-reduction sqrt: needs --use-packed-sequence",
+        1,
+    ),
+    ("documents_need_packs", "--use-document-weights", "needs --use-packed-sequence", 1),
+    (
+        "document_length",
+        "--use-packed-sequence --document-length document",
+        "--document-length document: needs --loss-reduction document or sqrt",
+        1,
+    ),
+    (
+        "document_losses_file",
+        "--use-packed-sequence --log-document-losses 3",
+        "--log-document-losses 3: .* give --document-losses-path or --tensorboard-dir",
+        1,
+    ),
+    (
+        "document_losses_file",
+        "--document-losses-path x.jsonl",
+        "--document-losses-path x.jsonl: needs --log-document-losses",
+        1,
+    ),
 ]
 
 
@@ -354,6 +379,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
     modules = (
         rules.layout,
         rules.pipeline,
+        rules.loss,
         rules.model,
         rules.attention,
         rules.training,

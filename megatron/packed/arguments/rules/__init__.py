@@ -18,6 +18,7 @@ from megatron.packed.arguments.rules import (
     data,
     hardware,
     layout,
+    loss,
     model,
     moe,
     packing,
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     + packing.RULES
     + context_parallel.RULES
     + checkpoint.RULES
+    + loss.RULES
 )
 HARDWARE_RULES: tuple[Rule, ...] = hardware.RULES
 
