@@ -21,7 +21,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 comma := ,
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full lint docs bench-step bench-memory bench-packing asan clean
+.PHONY: demo test test-full lint docs bench-step bench-memory bench-packing bench-loss asan clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -76,6 +76,9 @@ docs: $(INSTALLED)
 bench-step bench-memory bench-packing: $(DEMO)/corpus_text_document.idx
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) "transformers>=4.45"
 	$(BIN)/python benchmarks/$(@:bench-%=%).py $(if $(filter bench-step,$@),--data $(DEMO))
+
+bench-loss:
+	$(BIN)/python benchmarks/loss.py
 
 # The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
 asan: $(INSTALLED)

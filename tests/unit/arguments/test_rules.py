@@ -314,7 +314,7 @@ BROKEN = [
     *BROKEN_PIPELINE,
     (
         "documents_need_packs",
-        "--loss-reduction sqrt --loss-by-dataset",
+        "--loss-reduction sqrt",
         "--loss-reduction sqrt: needs --use-packed-sequence",
         1,
     ),
