@@ -46,6 +46,9 @@ FAMILIES = {
     "window-in-some-layers": f"{LLAMA} --window-size (3,0) --window-attn-skip-freq 2",
     "window-by-pattern": f"{LLAMA} --window-size 0,-1 --window-attn-skip-freq ([0]+[1])",
     "latent-window": f"{LATENT} --window-size 4,0",
+    "sinks": f"{LLAMA} --softmax-type learnable --init-method-std 0.1",
+    "off-by-one": f"{ROPE} --softmax-type off-by-one --window-size 5,0",
+    "latent-sinks": f"{LATENT} --softmax-type learnable --init-method-xavier-uniform",
     "latent": (
         f"{LATENT} --q-lora-rank 24 --qk-layernorm --rotary-scaling-factor 40 --mscale-all-dim 1.0"
     ),
@@ -70,7 +73,11 @@ LAYOUTS = {
 }
 # What every run of the tests holds; the others are `slow`.
 ALWAYS = {
-    *((family, layout) for family in ("latent", "window-in-some-layers") for layout in LAYOUTS),
+    *(
+        (family, layout)
+        for family in ("latent", "window-in-some-layers", "sinks")
+        for layout in LAYOUTS
+    ),
     *((family, layout) for family in FAMILIES for layout in ("one", "tp2")),
     ("latent-direct-queries", "tp2-sp"),
     ("query-key-norm", "pp2"),

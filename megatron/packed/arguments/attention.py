@@ -77,6 +77,12 @@ class AttentionConfig:
         "Layers without the window: every n-th, or a pattern of 1 (window) and 0, such as "
         "([1]*3+[0])*2."
     )
+    softmax_type: str = flag(
+        "Softmax of attention: plain; with one more key of score 0 and value 0; or of a score that "
+        "each head learns.",
+        default="vanilla",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
     qk_l2_norm: bool = flag(
         "Divide queries and keys of each head by their root mean square, without gains.",
         default=False,

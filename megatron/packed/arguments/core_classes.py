@@ -178,10 +178,6 @@ REFUSED: Mapping[str, str] = {
     "qk_clip_alpha": _LOGITS,
     "qk_clip_threshold": _LOGITS,
     "log_max_attention_logit": _LOGITS,
-    "softmax_type": (
-        "the exact attention has the plain softmax alone; use --softmax-type vanilla, or leave "
-        "it out"
-    ),
     "hybrid_context_parallel": (
         "the layout of a pack is chosen by --cp-comm-type here, which balances packs of any "
         "lengths; leave it out"

@@ -12,15 +12,21 @@ import contextlib
 import math
 from dataclasses import dataclass
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron.packed.attention.communicator import ProcessGroupCommunicator
 from megatron.packed.attention.executor import packed_attention
@@ -96,6 +102,32 @@ class PackedCoreAttention(MegatronModule):
         # config.apply_query_key_layer_scaling divides by the layer number here and multiplies by
         # it inside the softmax, against fp16 overflow: in fp32 the two cancel.
         self.softmax_scale = 1.0 / math.sqrt(width) if softmax_scale is None else softmax_scale
+        self.softmax_offset = self._make_sink()
+
+    def _make_sink(self) -> Tensor | None:
+        """Score `[heads]`, by head of this rank, of a key with value 0 that every query sees."""
+        if self.config.softmax_type == "vanilla":
+            return None
+        heads = self.config.num_attention_heads // self.config.tensor_model_parallel_size
+        device = torch.cuda.current_device()
+        sink = torch.zeros(heads, dtype=self.config.params_dtype, device=device)
+        if self.config.softmax_type == "off-by-one":
+            return sink
+        parameter = Parameter(sink)  # `initialize_weights` fills it
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        return parameter
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, object]:
+        """The learned sinks, split over tensor-parallel ranks; arguments as megatron-core's."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            own, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
     def forward(
         self,
@@ -163,11 +195,13 @@ class PackedCoreAttention(MegatronModule):
                 return dropout.segment_attention(
                     query, key, value, layout, self.softmax_scale, self.dropout, self.window
                 )
-        if query.device.type == "cpu" and self.window is None:
+        if query.device.type == "cpu" and self.window is None and self.softmax_offset is None:
             return cpu.segment_attention(query, key, value, layout, self.softmax_scale)
         plan = plan_of_layout(layout, self.window)
         q, k, v = (x.flatten(0, 1) for x in (query, key, value))
-        out = packed_attention(q, k, v, plan, softmax_scale=self.softmax_scale)
+        out = packed_attention(
+            q, k, v, plan, softmax_scale=self.softmax_scale, sink=self.softmax_offset
+        )
         return out.unflatten(0, query.shape[:2])
 
     def _attend_over_ranks(
@@ -183,7 +217,13 @@ class PackedCoreAttention(MegatronModule):
         if query.dim() == 4:  # local tokens of row 0, then of row 1, ...
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = packed_attention(
-            q, k, v, plan, self._communicator, softmax_scale=self.softmax_scale
+            q,
+            k,
+            v,
+            plan,
+            self._communicator,
+            softmax_scale=self.softmax_scale,
+            sink=self.softmax_offset,
         ).flatten(1)
         if query.dim() == 4:
             return out.unflatten(0, (query.shape[1], query.shape[0])).transpose(0, 1)
@@ -254,10 +294,10 @@ def check_supported(
             f"--window-size {window[0]},{window[1]}: must be the tokens that stay visible to the "
             "left (-1 for all), and 0 to the right, where causal attention sees nothing"
         )
-    softmax_type = getattr(config, "softmax_type", "vanilla")
-    if softmax_type != "vanilla":
+    if config.softmax_type != "vanilla" and rate > 0:
         raise ConfigurationError(
-            f"--softmax-type {softmax_type} is not supported by this attention kernel: use vanilla"
+            f"--softmax-type {config.softmax_type}: the kernel with dropout has the plain softmax "
+            "alone: set --attention-dropout 0"
         )
     for name, wanted in unused.items():
         if wanted not in (None, False):

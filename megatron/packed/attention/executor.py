@@ -43,6 +43,7 @@ from megatron.packed.attention.head_exchange import (
 )
 from megatron.packed.attention.kernels import TileKernel, select_tile_kernel
 from megatron.packed.attention.plans.plan import AttentionPlan, Send, Step
+from megatron.packed.attention.sinks import add_sink, heads_in_steps, sink_gradient
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -55,6 +56,7 @@ def packed_attention(
     group: Communicator | dist.ProcessGroup | None = None,
     *,
     softmax_scale: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Exact attention over a pack that is spread over context-parallel ranks.
 
@@ -65,6 +67,9 @@ def packed_attention(
         plan: this rank's plan; every rank passes its own of the same pack.
         group: context-parallel process group, or a communicator; None with one rank.
         softmax_scale: factor of the scores, by default `d ** -0.5`.
+        sink: `[heads]`, the score of a key with value 0 that every query sees besides its own;
+            None without. Its gradient is that of this rank's queries, or heads in a head exchange:
+            sum it over the ranks.
 
     Returns:
         `[T_local, heads, dv]` in the dtype of `query`; zeros in padding. Differentiable.
@@ -82,7 +87,7 @@ def packed_attention(
             f"plan: made for rank {plan.cp_rank} of {plan.cp_size}, the group has rank "
             f"{communicator.rank} of {communicator.size}"
         )
-    return _PackedAttention.apply(query, key, value, plan, communicator, scale)
+    return _PackedAttention.apply(query, key, value, sink, plan, communicator, scale)
 
 
 def _communicator_of(group: Communicator | dist.ProcessGroup | None) -> Communicator:
@@ -116,19 +121,21 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan)
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, plan, communicator, scale):
-        out, saved = drive(forward_task(plan, communicator, query, key, value, scale))
-        ctx.save_for_backward(*saved)
+    def forward(ctx, query, key, value, sink, plan, communicator, scale):
+        out, saved = drive(forward_task(plan, communicator, query, key, value, scale, sink))
+        ctx.save_for_backward(*saved, sink)
         ctx.plan, ctx.communicator, ctx.scale = plan, communicator, scale
         ctx.kv_heads = key.shape[1]
         return out
 
     @staticmethod
     def backward(ctx, grad):
+        *saved, sink = ctx.saved_tensors
         task = backward_task(
-            ctx.plan, ctx.communicator, grad, ctx.saved_tensors, ctx.scale, ctx.kv_heads
+            ctx.plan, ctx.communicator, grad, tuple(saved), ctx.scale, ctx.kv_heads, sink
         )
-        return (*drive(task), None, None, None)
+        grads = drive(task)
+        return (*grads, *[None] * (7 - len(grads)))
 
 
 def forward_task(
@@ -138,16 +145,19 @@ def forward_task(
     key: Tensor,
     value: Tensor,
     scale: float,
+    sink: Tensor | None = None,
 ) -> Task[tuple[Tensor, Saved]]:
     """One rank's forward pass: its output, and what the backward pass needs."""
     exchange = plan.head_exchange
+    if sink is not None:
+        sink = sink[heads_in_steps(plan, len(sink))]
     if exchange is None:
-        out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale)
+        out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale, sink)
         return out, (query, key, value, out, lse)
     query, key, value = yield from tokens_to_heads(
         exchange, communicator, (query, key, value), Label("heads", 0, "forward")
     )
-    out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale)
+    out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale, sink)
     saved = query, key, value, out, lse
     (parts,) = yield from heads_to_tokens(
         exchange, communicator, (out,), Label("outputs", 0, "forward")
@@ -162,13 +172,14 @@ def backward_task(
     saved: Saved,
     scale: float,
     kv_heads: int,
-) -> Task[tuple[Tensor, Tensor, Tensor]]:
-    """One rank's backward pass: gradients of its query, key and value."""
+    sink: Tensor | None = None,
+) -> Task[tuple[Tensor, ...]]:
+    """One rank's backward pass: gradients of its query, key, value and, where given, sinks."""
     exchange = plan.head_exchange
     dtype = saved[0].dtype
     if exchange is None:
         grads = yield from _backward_steps(plan, communicator, grad, *saved, scale)
-        return tuple(x.to(dtype) for x in grads)
+        return (*(x.to(dtype) for x in grads), *sink_gradient(plan, grad, *saved[3:], sink))
     (grad,) = yield from tokens_to_heads(
         exchange, communicator, (grad,), Label("outputs", 0, "backward")
     )
@@ -182,6 +193,7 @@ def backward_task(
         torch.cat(dq, dim=1).to(dtype),
         sum_replicas(dk, kv_heads).to(dtype),
         sum_replicas(dv, kv_heads).to(dtype),
+        *sink_gradient(plan, grad, *saved[3:], sink),
     )
 
 
@@ -280,6 +292,7 @@ def _forward_steps(
     key: Tensor,
     value: Tensor,
     scale: float,
+    sink: Tensor | None = None,
 ) -> Task[tuple[Tensor, Tensor]]:
     """Output in the dtype of `query`, and the log-sum-exp `[rows, heads]` in fp32 or fp64."""
     kernel = _kernel_for(query, value)
@@ -301,6 +314,8 @@ def _forward_steps(
         arriving = exchanges.fetch(following) if following is not None else None
         k, v = kernel.prepare(k, width), kernel.prepare(v, width)
         kernel.forward(q, k, v, step, scale, out, lse)
+    if sink is not None:
+        add_sink(out, lse, sink)
     return out.to(query.dtype), lse
 
 

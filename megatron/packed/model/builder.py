@@ -88,6 +88,8 @@ def build_gpt_model(
             expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(),
             expert_tp_size=parallel_state.get_expert_tensor_parallel_world_size(),
             first_expert=first_expert(transformer_config),
+            embedding_std=model_flags.embedding_init_method_std,
+            xavier=model_flags.init_method_xavier_uniform,
         ),
         layer_offset=get_transformer_layer_offset(transformer_config, vp_stage),
     )

@@ -3,7 +3,8 @@
 Every rank computes exactly its own elements with a counter-based generator, so a tensor-parallel
 shard, a pipeline stage and a lone process start from the same model without exchanging a byte.
 The distributions are upstream's: normal(0, std) for weights, normal(0, std / sqrt(2 * layers))
-for the projections that write to the residual stream, zeros for biases, ones for norms.
+for the projections that write to the residual stream, zeros for biases, ones for norms; or
+Xavier's uniform one for all weights, by the fans of the whole parameter.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _ROUTER_BIAS = "router.bias"
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
+# The learned score of attention's sink, one number a head; other vectors are biases and gains.
+_SINKS = "core_attention.softmax_offset"
 # Elements generated at a time: bounds the int64 temporaries to a few MiB.
 _CHUNK = 1 << 18
 
@@ -54,6 +57,9 @@ class InitializationConfig:
         first_expert: number of this process's first expert in its layer.
         vocab_size: real ids; the vocabulary's padding rows, whose number depends on `tp_size`,
             start at zero and stay there.
+        embedding_std: `--embedding-init-method-std`; None for `std`.
+        xavier: `--init-method-xavier-uniform`.
+        width_mult: of maximal update parameterisation, hidden size over that of the base model.
     """
 
     seed: int
@@ -66,6 +72,9 @@ class InitializationConfig:
     expert_tp_rank: int = 0
     expert_tp_size: int = 1
     first_expert: int = 0
+    embedding_std: float | None = None
+    xavier: bool = False
+    width_mult: float = 1.0
 
     def shard(self, name: str) -> tuple[int, int]:
         """Rank and size of the group that a parameter is split over.
@@ -114,6 +123,19 @@ def counter_normal(key: int, indices: torch.Tensor, std: float) -> torch.Tensor:
     second = (bits & 0xFFFFFFFF).double() * 2.0**-32
     radius = torch.sqrt(torch.log(first).mul_(-2.0))
     return (radius * torch.cos(second.mul_(2.0 * math.pi)) * std).float()
+
+
+def counter_uniform(key: int, indices: torch.Tensor, bound: float) -> torch.Tensor:
+    """Variates uniform between -bound and bound, addressed by index as those of `counter_normal`.
+
+    Args:
+        key: stream of the parameter, see `stream_key`.
+        indices: int64, any shape: element indices in the whole (unsharded) parameter.
+        bound: largest magnitude.
+    """
+    bits = _splitmix64(indices + _splitmix64(torch.tensor(key, device=indices.device)))
+    share = (_shift_right(bits, 32).double() + 0.5) * 2.0**-32
+    return ((2.0 * share - 1.0) * bound).float()
 
 
 def is_routed_expert(name: str) -> bool:
@@ -171,10 +193,42 @@ def _element_index_chunks(
 
 
 def weight_std(name: str, config: InitializationConfig) -> float:
-    """Standard deviation of a weight, as upstream's init methods set it."""
+    """Standard deviation of a weight, as upstream's init methods set it.
+
+    Args:
+        name: its name in the whole model.
+        config: what the weights depend on.
+    """
+    embedding_std = config.std if config.embedding_std is None else config.embedding_std
+    if name.startswith("embedding."):
+        return embedding_std
+    if name == _OUTPUT_LAYER:
+        return config.std if config.width_mult == 1.0 else embedding_std
+    std = config.std / math.sqrt(config.width_mult)
     if name.endswith(_RESIDUAL_PROJECTIONS):
-        return config.std / math.sqrt(2.0 * config.num_layers)
-    return config.std
+        return std / math.sqrt(2.0 * config.num_layers)
+    return std
+
+
+def xavier_bound(name: str, parameter: torch.Tensor, config: InitializationConfig) -> float | None:
+    """Largest magnitude of a weight of Xavier's uniform distribution; None for a normal one.
+
+    Args:
+        name: its name in the whole model.
+        parameter: this rank's shard.
+        config: what the weights depend on.
+
+    Source: Glorot and Bengio 2010.
+    """
+    other_std = config.embedding_std not in (None, config.std)
+    if not config.xavier or parameter.dim() < 2 or (name.startswith("embedding.") and other_std):
+        return None
+    fans = [parameter.shape[0], parameter[0].numel()]
+    if getattr(parameter, "tensor_model_parallel", False):
+        fans[1 if parameter.partition_dim else 0] *= config.shard(name)[1]
+    if name in (_WORD_EMBEDDINGS, _OUTPUT_LAYER):
+        fans[0] = config.vocab_size
+    return math.sqrt(6.0 / sum(fans))
 
 
 @torch.no_grad()
@@ -191,17 +245,22 @@ def initialize_weights(
         layer_offset: decoder layers held by earlier pipeline stages.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 and not name.endswith(_ROUTER_BIAS):
+        if parameter.dim() < 2 and not name.endswith((_ROUTER_BIAS, _SINKS)):
             continue
         whole_name = global_parameter_name(name, layer_offset, config.first_expert)
         if whole_name == _OUTPUT_LAYER and getattr(parameter, "shared_embedding", False):
             # The last stage's copy of tied embeddings.
             whole_name = _WORD_EMBEDDINGS
         key = stream_key(config.seed, whole_name)
+        bound = xavier_bound(whole_name, parameter, config)
         std = weight_std(whole_name, config)
         matrix = parameter.view(parameter.shape[0], -1)
         for start, indices in _element_index_chunks(name, parameter, config):
-            values = counter_normal(key, indices.to(parameter.device), std)
+            indices = indices.to(parameter.device)
+            if bound is None:
+                values = counter_normal(key, indices, std)
+            else:
+                values = counter_uniform(key, indices, bound)
             matrix[start : start + indices.shape[0]].copy_(values)
         if whole_name in (_WORD_EMBEDDINGS, _OUTPUT_LAYER):
             first = config.tp_rank * matrix.shape[0]

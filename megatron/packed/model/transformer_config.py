@@ -59,6 +59,7 @@ def _attention(config: Config) -> dict[str, Any]:
     """How attention projects and masks, as far as layers read it."""
     model, attention = config.model, config.attention
     fields: dict[str, Any] = {
+        "softmax_type": attention.softmax_type,
         "qk_l2_norm": attention.qk_l2_norm,
         "attention_output_gate": attention.attention_output_gate,
         "window_size": attention.window,

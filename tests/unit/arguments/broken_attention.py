@@ -70,5 +70,11 @@ BROKEN_ATTENTION = [
         "makes 71 columns",
         2,
     ),
+    (
+        "softmax",
+        "--softmax-type learnable --attention-dropout 0.1",
+        "--softmax-type learnable: .*set --attention-dropout 0.0, not 0.1",
+        1,
+    ),
     ("head_norms", "--qk-l2-norm --qk-layernorm", "choose one norm", 1),
 ]

@@ -153,7 +153,10 @@ def test_value_width_may_differ():
     [
         ({"attention_dropout": 0.1, "context_parallel_size": 2}, "--attention-dropout 0.1"),
         ({"window_size": (128, 4)}, "--window-size 128,4: must be"),
-        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+        (
+            {"softmax_type": "learnable", "attention_dropout": 0.1},
+            "--softmax-type learnable: .*set --attention-dropout 0",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(changes, message):

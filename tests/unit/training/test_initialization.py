@@ -50,6 +50,7 @@ def _fill(shapes: dict, offset: int = 0, **config: object) -> dict[str, torch.Te
     return {name: parameter.data for name, parameter in stage.parameters_by_name.items()}
 
 
+WORDS = "embedding.word_embeddings.weight"
 SHAPES = {
     "embedding.word_embeddings.weight": ((48, 12), 0),
     "embedding.position_embeddings.weight": ((20, 12), None),
@@ -88,6 +89,54 @@ def test_pipeline_stages_continue_the_layers() -> None:
     for layer in (0, 1):
         assert torch.equal(last_stage[first.format(layer)], whole[first.format(layer + 2)])
     assert len({weight.sum().item() for weight in whole.values()}) == 4
+
+
+@pytest.mark.parametrize("options", [{"xavier": True}, {"embedding_std": 0.5}, {"width_mult": 4.0}])
+def test_shards_of_other_distributions_tile_the_whole(options: dict) -> None:
+    whole = _fill(SHAPES, vocab_size=48, **options)
+    parts = [_fill(SHAPES, tp_rank=r, tp_size=2, vocab_size=48, **options) for r in (0, 1)]
+    for name, (_, dim) in SHAPES.items():
+        if dim is not None and "fc1" not in name:
+            assert torch.equal(torch.cat([part[name] for part in parts], dim=dim), whole[name])
+
+
+def test_xavier_uniform_by_the_fans_of_the_whole_parameter() -> None:
+    shapes = {
+        "decoder.layers.0.mlp.linear_fc2.weight": ((300, 500), 1),
+        "embedding.word_embeddings.weight": ((400, 100), 0),
+    }
+    whole = _fill(shapes, xavier=True, vocab_size=350)
+    for name, fans in (("decoder.layers.0.mlp.linear_fc2.weight", 800), (WORDS, 450)):
+        values, bound = whole[name].double(), math.sqrt(6 / fans)
+        values = values[:350] if name == WORDS else values
+        assert values.abs().max() <= bound
+        assert values.abs().max() > 0.99 * bound
+        assert values.std() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+        assert abs(values.mean()) < 0.02 * bound
+        # Not merely the right moments: a fifth of the values in a fifth of the range.
+        assert (values.abs() < bound / 5).double().mean() == pytest.approx(0.2, abs=0.01)
+    normal = _fill(shapes, xavier=True, embedding_std=0.25, vocab_size=350)[WORDS]
+    assert normal[:350].std() == pytest.approx(0.25, rel=0.02)
+
+
+def test_embeddings_and_sinks_have_distributions_of_their_own() -> None:
+    sinks = "decoder.layers.3.self_attention.core_attention.softmax_offset"
+    bias = "decoder.layers.3.mlp.linear_fc2.bias"
+    shapes = {WORDS: ((400, 100), 0), sinks: ((4000,), 0), bias: ((40,), None)}
+    filled = _fill(shapes, embedding_std=0.5)
+    assert filled[WORDS].std() == pytest.approx(0.5, rel=0.02)
+    assert filled[sinks].std() == pytest.approx(STD, rel=0.05)
+    assert bool((filled[bias] == 7.0).all())
+    halves = [_fill(shapes, tp_rank=rank, tp_size=2)[sinks] for rank in (0, 1)]
+    assert torch.equal(torch.cat(halves), filled[sinks])
+
+
+def test_maximal_update_narrows_hidden_weights_alone() -> None:
+    wide = _config(width_mult=4.0)
+    assert weight_std("decoder.layers.0.mlp.linear_fc1.weight", wide) == STD / 2
+    residual = weight_std("decoder.layers.0.mlp.linear_fc2.weight", wide)
+    assert residual == pytest.approx(STD / 2 / math.sqrt(2 * LAYERS))
+    assert weight_std(WORDS, wide) == weight_std("output_layer.weight", wide) == STD
 
 
 def test_names() -> None:

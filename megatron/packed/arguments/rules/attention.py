@@ -146,6 +146,15 @@ def head_norms(config: Config) -> Iterator[str]:
         yield "--qk-l2-norm and --qk-layernorm: choose one norm of queries and keys"
 
 
+def softmax(config: Config) -> Iterator[str]:
+    kind, rate = config.attention.softmax_type, config.model.attention_dropout
+    if kind != "vanilla" and rate > 0:
+        yield (
+            f"--softmax-type {kind}: the kernel with dropout has the plain softmax alone; set "
+            f"--attention-dropout 0.0, not {rate:g}"
+        )
+
+
 RULES = (
     position_embedding,
     rotary_embedding,
@@ -155,4 +164,5 @@ RULES = (
     latent_attention,
     latents_over_tensor_parallel,
     head_norms,
+    softmax,
 )
