@@ -58,6 +58,7 @@ def _derive(config: Config) -> Config:
 def _derived_defaults(config: Config) -> dict[str, Any]:
     model, training, optimization = config.model, config.training, config.optimization
     width, heads = model.hidden_size, model.num_attention_heads
+    whole = config.packing.packs_documents or config.sft.sft
     global_batch_size = training.micro_batch_size * max(1, config.parallel.data_parallel_size)
     ffn = int((4 * width * 2 / 3) / 64) * 64 if model.swiglu else 4 * width
     return {
@@ -75,7 +76,7 @@ def _derived_defaults(config: Config) -> dict[str, Any]:
         "end_weight_decay": optimization.weight_decay,
         "split": _default_split(config),
         "dataloader_type": "single",
-        "document_boundaries": "index" if config.packing.packs_documents else "eod",
+        "document_boundaries": "index" if whole else "eod",
         "threads": max(1, len(os.sched_getaffinity(0)) // config.parallel.local_world_size),
     }
 
@@ -103,6 +104,9 @@ def _follow_upstream(config: Config) -> Config:
     implied: dict[str, Any] = {}
     if model.use_rotary_position_embeddings:
         implied["position_embedding_type"] = "rope"
+    if config.sft.sft and not config.is_given("packing_strategy"):
+        # Without --use-packed-sequence nothing reads it.
+        implied["packing_strategy"] = "best_fit_decreasing"
     if model.add_bias_linear:
         implied["add_qkv_bias"] = True
     if model.apply_query_key_layer_scaling:

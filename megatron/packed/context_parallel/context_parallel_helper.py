@@ -143,6 +143,7 @@ class _PackHelper(ContextParallelHelperBase):
         *,
         mtp_depths: int = 0,
         segments: SegmentRecords | None = None,
+        supervised: Any = None,
     ) -> PackedBatch:
         """Gather this rank's share of a pack from its raw rows, and plan its attention.
 
@@ -151,6 +152,7 @@ class _PackHelper(ContextParallelHelperBase):
             rows: the raw rows it was made from.
             mtp_depths: multi-token-prediction depths beyond the main loss.
             segments: where each of the plan's segments comes from, if known.
+            supervised: which tokens of the rows are targets; see `PackedBatch.from_plan`.
 
         Returns:
             `[1, T / CP]` tensors; boundaries and counts are the whole pack's.
@@ -164,6 +166,7 @@ class _PackHelper(ContextParallelHelperBase):
             rank=self.cp_rank,
             attention=self.plans(plan.cu_seqlens, plan.cu_seqlens_padded, partition),
             segments=segments,
+            supervised=supervised,
         )
         return self._cut(batch)
 

@@ -46,6 +46,7 @@ def build_bshd(
     eod_id: int,
     *,
     lengths: Sequence[int] | numpy.ndarray | None = None,
+    targets: numpy.ndarray | None = None,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
@@ -56,6 +57,7 @@ def build_bshd(
         rows: int64 `[B, S + 1]`, raw ids.
         eod_id: id that ends a document.
         lengths: `[B]`, real ids of each row, of S + 1; None means all.
+        targets: `[B, S + 1]`, not 0 where an id may be a label that counts; None means all.
         reset_position_ids: restart positions at 0 after each EOD.
         reset_attention_mask: no attention across an EOD.
         eod_mask_loss: no loss where the *input* is EOD.
@@ -83,6 +85,8 @@ def build_bshd(
     place = numpy.arange(seq_length, dtype=numpy.int64)
     is_eod = (tokens == eod_id) & (place < lengths)
     supervised = place + 1 < lengths
+    if targets is not None:
+        supervised = supervised & (targets[:, 1:] != 0)
     if eod_mask_loss:
         supervised &= ~is_eod
 
@@ -293,13 +297,17 @@ class BshdCollator:
         """Collate.
 
         Args:
-            samples: `text` int64 `[S + 1]`, `length` int, and `index` int where known.
+            samples: `text` int64 `[S + 1]`, `length` int, `supervised` `[S + 1]` where only some
+                ids are targets, and `index` int where known.
         """
         lengths = numpy.array([sample["length"] for sample in samples], dtype=numpy.int64)
         arrays = build_bshd(
             numpy.stack([sample["text"] for sample in samples]),
             self.eod_id,
             lengths=lengths,
+            targets=numpy.stack([sample["supervised"] for sample in samples])
+            if "supervised" in samples[0]
+            else None,
             reset_position_ids=self.reset_position_ids,
             reset_attention_mask=self.reset_attention_mask,
             eod_mask_loss=self.eod_mask_loss,

@@ -23,6 +23,7 @@ from megatron.packed.data.blends import (
 )
 from megatron.packed.data.document_corpus import DocumentCorpus, build_document_corpora
 from megatron.packed.data.row_dataset import BlendedRowDataset, MockRowDataset, RowDataset
+from megatron.packed.data.supervised_corpus import encode_corpora
 from megatron.packed.data.validation import SampleCounts, check_cache_folder, validate_data
 from megatron.packed.errors import ConfigurationError, DataError
 
@@ -59,6 +60,7 @@ def build_datasets(
     tokenizer: PackedTokenizer,
     num_samples: SampleCounts,
     is_built_on_rank: Callable[[], bool] = lambda: True,
+    first_on_rank_0: Callable[[Callable[[], Corpora]], Corpora] = lambda action: action(),
 ) -> Datasets:
     """Check the corpora and build the datasets; every rank calls it.
 
@@ -70,6 +72,7 @@ def build_datasets(
         num_samples: rows the run asks of each split.
         is_built_on_rank: whether this rank needs datasets. All do by default: metadata must be
             the same on every rank, and a mapped file is cheaper than a broadcast.
+        first_on_rank_0: runs an action on rank 0 and then on the others, in a job of several.
 
     Returns:
         The datasets: document corpora where documents are packed whole. Of row datasets, with one
@@ -81,6 +84,8 @@ def build_datasets(
         DataError: if files, tokenizer and run don't fit.
     """
     corpora = resolve_corpora(config.data)
+    if corpora is not None and config.sft.sft:
+        corpora = first_on_rank_0(partial(encode_corpora, config, corpora, tokenizer))
     if corpora is not None:
         validate_data(config, corpora, tokenizer, num_samples)
         if num_samples.valid is None:
@@ -107,7 +112,7 @@ def _build_splits(
     corpora: Corpora | None,
     counts: SampleCounts,
 ) -> Splits:
-    if config.packing.packs_documents:
+    if config.packing.packs_documents or config.sft.sft:
         train, valid, test = build_document_corpora(config, corpora, tokenizer, list(counts))
         return train, valid, test
     _require_compiled_helpers()

@@ -17,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.packed.data.blends import Corpora, split_of
+from megatron.packed.data.supervised_corpus import SUFFIX
 from megatron.packed.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,18 +48,26 @@ class CorpusPart:
         store: where their tokens are.
         first: first document of the split.
         last: one past its last document.
+        supervision: a 0 or 1 for each token; None where all are supervised.
     """
 
     name: str
     store: TokenStore
     first: int
     last: int
+    supervision: TokenStore | None = None
 
     @classmethod
-    def of_split(cls, name: str, store: TokenStore, bounds: tuple[float, float]) -> CorpusPart:
+    def of_split(
+        cls,
+        name: str,
+        store: TokenStore,
+        bounds: tuple[float, float],
+        supervision: TokenStore | None = None,
+    ) -> CorpusPart:
         """The share of a corpus between two fractions, rounded as megatron-core does."""
         first, last = (int(round(edge * len(store.sequence_lengths))) for edge in bounds)
-        return cls(name, store, first, last)
+        return cls(name, store, first, last, supervision)
 
 
 class DocumentCorpus:
@@ -134,6 +143,29 @@ class DocumentCorpus:
                 "the corpus again with this tokenizer"
             )
         return tokens
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether some tokens are no targets."""
+        return any(part.supervision is not None for part in self.parts)
+
+    def read_supervision(self, document: int, offset: int, length: int) -> numpy.ndarray:
+        """Read which tokens of a document are supervised: uint8, 0 or 1; see `read`."""
+        part, local = self.locate(document)
+        if part.supervision is None:
+            return numpy.ones(length, dtype=numpy.uint8)
+        return part.supervision.get(local, offset=offset, length=length)
+
+    def targets_of(self, document: int, longest: int | None) -> int:
+        """Positions of a document that have a supervised target.
+
+        Args:
+            document: its number.
+            longest: input tokens that it is cut to; None where it is whole.
+        """
+        length = int(self.lengths[document]) - 1
+        length = max(0, length if longest is None else min(length, longest))
+        return int(numpy.count_nonzero(self.read_supervision(document, 1, length)))
 
     def refuse_longer_than(self, capacity: int) -> None:
         """Refuse documents that don't fit in a pack (`--overlong-documents error`).
@@ -222,6 +254,7 @@ def build_document_corpora(
         One for each split, None where it has no share or nothing is asked of it.
     """
     opened: dict[str, TokenStore] = {}
+    suffix = SUFFIX if config.sft.sft else None
 
     def open_store(prefix: str) -> TokenStore:
         if prefix not in opened:
@@ -234,10 +267,19 @@ def build_document_corpora(
         if packs == 0 or bounds is None or (corpora is not None and blend is None):
             result.append(None)
             continue
-        stores = [("--mock-data", MockGPTLowLevelDataset(tokenizer))]
-        if blend is not None:
-            stores = [(f"{blend.flag} {name}", open_store(name)) for name in blend.prefixes]
-        parts = [CorpusPart.of_split(name, store, bounds) for name, store in stores]
+        if blend is None:
+            generated = MockGPTLowLevelDataset(tokenizer)
+            parts = [CorpusPart.of_split("--mock-data", generated, bounds)]
+        else:
+            parts = [
+                CorpusPart.of_split(
+                    f"{blend.flag} {name}",
+                    open_store(name),
+                    bounds,
+                    open_store(name + suffix) if suffix else None,
+                )
+                for name in blend.prefixes
+            ]
         weights = blend.weights if blend is not None else None
         result.append(DocumentCorpus(parts, weights, tokenizer.vocab_size))
     return result

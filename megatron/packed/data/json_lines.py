@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.packed.errors import DataError
 
@@ -24,6 +25,19 @@ class JsonLine:
     source: str
     raw: bytes
 
+    def parse(self) -> Any:
+        """What the line says.
+
+        Raises:
+            DataError: if it is no JSON.
+        """
+        try:
+            return json.loads(self.raw)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{self.source} is no JSON ({error}); each line must be one JSON object"
+            ) from error
+
     def texts(self, key: str) -> list[str]:
         """Text under `key`: one for a string, several for a list of strings.
 
@@ -33,12 +47,7 @@ class JsonLine:
         Raises:
             DataError: if the line is no JSON object with text under `key`.
         """
-        try:
-            entry = json.loads(self.raw)
-        except ValueError as error:
-            raise DataError(
-                f"{self.source} is no JSON ({error}); each line must be one JSON object"
-            ) from error
+        entry = self.parse()
         if not isinstance(entry, dict) or key not in entry:
             known = ", ".join(sorted(entry)) if isinstance(entry, dict) else type(entry).__name__
             raise DataError(
@@ -60,18 +69,20 @@ class JsonLines:
 
     Args:
         inputs: paths or glob patterns; .gz files are unpacked on the fly.
+        flag: the flag that named them, for messages.
 
     Raises:
         DataError: if an input matches no file, or a file is empty or unreadable.
     """
 
-    def __init__(self, inputs: Sequence[str]) -> None:
+    def __init__(self, inputs: Sequence[str], flag: str = "--input") -> None:
+        self.flag = flag
         self.paths: list[Path] = []
         for entry in inputs:
             matches = [entry] if Path(entry).is_file() else sorted(glob.glob(entry, recursive=True))
             files = [Path(match) for match in matches if Path(match).is_file()]
             if not files:
-                raise DataError(f"--input {entry}: there is no such file; check the path")
+                raise DataError(f"{flag} {entry}: there is no such file; check the path")
             self.paths += files
         for path in self.paths:
             try:
@@ -79,10 +90,10 @@ class JsonLines:
                     empty = not stream.read(1)
             except OSError as error:
                 raise DataError(
-                    f"--input {path}: can't be read ({error.strerror}); check its permissions"
+                    f"{flag} {path}: can't be read ({error.strerror}); check its permissions"
                 ) from error
             if empty:
-                raise DataError(f"--input {path} is empty; give a file of JSON lines")
+                raise DataError(f"{flag} {path} is empty; give a file of JSON lines")
 
     @property
     def total_bytes(self) -> int:
@@ -99,5 +110,5 @@ class JsonLines:
                             yield JsonLine(f"{path}:{number}", raw)
             except (gzip.BadGzipFile, EOFError) as error:
                 raise DataError(
-                    f"--input {path} is no whole gzip file ({error}); pack it again"
+                    f"{self.flag} {path} is no whole gzip file ({error}); pack it again"
                 ) from error

@@ -28,6 +28,8 @@ class _Failure:
 class _IndexedSamples(Dataset):
     """Adds `index`, the sample's place in the dataset, and carries DataErrors as values.
 
+    A sample that has an `index` keeps it.
+
     Place -1 of a dataset of rows is a row of padding.
     """
 
@@ -40,8 +42,8 @@ class _IndexedSamples(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any] | _Failure:
         try:
             if isinstance(index, int) and index < 0:
-                return {**_without_tokens(self.dataset[0]), "index": index}
-            return {**self.dataset[index], "index": index}
+                return {"index": index, **_without_tokens(self.dataset[0])}
+            return {"index": index, **self.dataset[index]}
         except DataError as error:
             return _Failure(str(error))
 

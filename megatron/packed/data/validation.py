@@ -15,6 +15,7 @@ from megatron.packed.data.blends import SPLIT_NAMES, Corpora, read_sequence_coun
 from megatron.packed.data.files import require_writable_folder
 from megatron.packed.data.index_files import IndexedCorpus, inspect_corpus
 from megatron.packed.data.row_dataset import default_cache_folder
+from megatron.packed.data.supervised_corpus import check_supervision
 from megatron.packed.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def validate_data(
             if sequence_counts is not None:
                 check_sequence_counts(blend.flag, corpus, sequence_counts, str(counts_path))
             check_vocabulary(blend.flag, corpus, tokenizer)
+            if config.sft.sft:
+                check_supervision(blend.flag, corpus)
             if config.packing.use_packed_sequence and config.packing.document_boundaries == "eod":
                 check_eod_present(blend.flag, corpus, tokenizer.eod, config.data.seq_length)
     check_split_sizes(
@@ -78,7 +81,7 @@ def validate_data(
         counts,
         config.data.seq_length,
         config.training.global_batch_size,
-        whole_documents=config.packing.packs_documents,
+        whole_documents=config.packing.packs_documents or config.sft.sft,
     )
     check_cache_folder(config.data.data_cache_path, list(opened))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -222,6 +222,7 @@ class PackedBatch:
         num_chunks: int = 1,
         attention: Any = None,
         segments: SegmentRecords | None = None,
+        supervised: Any = None,
     ) -> PackedBatch:
         """Gather everything a step reads.
 
@@ -235,6 +236,8 @@ class PackedBatch:
             num_chunks: parts of that larger pack.
             attention: plans of this rank's attention.
             segments: where each of the plan's segments comes from; None where nobody knows.
+            supervised: integers shaped as `rows`, not 0 where a token is a target, of whichever
+                depth predicts it; None where all are.
 
         Raises:
             ValueError: for records of another number of segments.
@@ -257,7 +260,15 @@ class PackedBatch:
         arrays = layout.arrays(host)
         arrays["segment_records"][:] = segments.integers
         for depth in range(layout.depths):
-            arrays["segment_targets"][depth] = plan.segment_targets(depth)
+            arrays["segment_targets"][depth] = plan.segment_targets(depth, supervised)
+            if supervised is not None:
+                left_out = ~view.target_mask(supervised, depth)
+                arrays["labels"][depth][left_out] = 0
+                arrays["loss_masks"][depth][left_out] = 0
+        statistics = plan.statistics
+        if supervised is not None:
+            count = int(arrays["segment_targets"][0].sum())
+            statistics = replace(statistics, supervised_tokens=count)
         arrays["segment_weights"][:] = arrays["token_weights"][:] = segments.weights
         params = PackedSeqParamsWithValidTokens(
             qkv_format="thd",
@@ -281,9 +292,9 @@ class PackedBatch:
         )
         layout.write_header(
             host,
-            [*(getattr(params, name) for name in _IN_HEADER), *vars(plan.statistics).values()],
+            [*(getattr(params, name) for name in _IN_HEADER), *vars(statistics).values()],
         )
-        return cls._over(torch.from_numpy(host), layout, params, plan.statistics)
+        return cls._over(torch.from_numpy(host), layout, params, statistics)
 
     @classmethod
     def from_buffer(

@@ -58,6 +58,16 @@ class NextFit(DocumentPacker):
         self._open = as_pieces(state["open"])
 
 
+class Alone(DocumentPacker):
+    """Each piece by itself, in stream order: what rows of one document are made of."""
+
+    strategy = "alone"
+
+    def _advance(self) -> list[Int64]:
+        pieces = self.stream.take(1024)
+        return [pieces[i : i + 1] for i in range(len(pieces))]
+
+
 class BestFitDecreasing(DocumentPacker):
     """A whole epoch at once, longest document first, each into the fullest pack with room."""
 
@@ -175,7 +185,8 @@ def build_document_packer(
     """Make the packer of a `--packing-strategy`.
 
     Args:
-        strategy: one of `STRATEGIES` but "rows", which packs dataset rows, not documents.
+        strategy: one of `STRATEGIES` but "rows", which packs dataset rows, not documents; or
+            "alone".
         lengths: integers `[n]`, tokens of each document of the corpus.
         capacity: tokens of a pack.
         seed: of the order; None keeps the corpus order.
@@ -193,12 +204,14 @@ def build_document_packer(
     """
     if strategy == "rows":
         raise ValueError("strategy: 'rows' packs the rows of a dataset and needs no packer")
-    if strategy not in STRATEGIES:
+    if strategy not in (*STRATEGIES, Alone.strategy):
         raise ValueError(f"strategy: {strategy!r} must be one of {', '.join(STRATEGIES)}")
     stream = DocumentStream(
         lengths, capacity, seed=seed, overlong=overlong, lookahead=lookahead, order=order
     )
     match strategy:
+        case "alone":
+            return Alone(stream, alignment=alignment)
         case "next_fit":
             return NextFit(stream, alignment=alignment)
         case "best_fit_decreasing":

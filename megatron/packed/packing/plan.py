@@ -161,8 +161,16 @@ class PackPlan:
             result.append(replace(part, whole_pack_valid_tokens=self.whole_pack_valid_tokens))
         return result
 
-    def segment_targets(self, depth: int = 0) -> Int64:
-        """Positions of each segment with a target of this depth: int64 `[n]`."""
+    def segment_targets(self, depth: int = 0, supervised: Any = None) -> Int64:
+        """Positions of each segment with a target of this depth: int64 `[n]`.
+
+        Args:
+            depth: 0 for the main loss.
+            supervised: see `PackView.target_mask`; None where every token is a target.
+        """
+        if supervised is not None:
+            segments = self.document_ids[self.full.target_mask(supervised, depth)]
+            return np.bincount(segments, minlength=self.num_segments)
         shift = 1 + checks.integer("depth", depth, 0)
         return np.maximum(np.minimum(self.extents - shift, self.lengths), 0)
 

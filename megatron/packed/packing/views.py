@@ -72,6 +72,15 @@ class PackView:
         shift = 1 + checks.integer("depth", depth, 0)
         return core.held_mask(self.plan.extents, self.pieces, self.step, shift, self.num_tokens)
 
+    def target_mask(self, supervised: Any, depth: int = 0) -> NDArray[np.bool_]:
+        """Positions of a depth whose target exists and is supervised: bool `[T]`.
+
+        Args:
+            supervised: integers shaped as the raw rows, not 0 where a token may be a target.
+            depth: 0 for the main loss.
+        """
+        return self.gather_labels(supervised, depth, fill=0) != 0
+
     def gather_tokens(self, rows: Any, *, fill: int | None = None) -> Int64:
         """Gather input tokens: int64 `[T]`.
 

@@ -16,13 +16,13 @@ from megatron.packed.data.samplers import MicroBatchSampler, build_sampler
 from megatron.packed.data.tokenizers import PackedTokenizer
 from megatron.packed.data.validation import SampleCounts
 from megatron.packed.errors import ConfigurationError
-from megatron.packed.packing import DocumentPack
+from megatron.packed.packing import DocumentPack, DocumentPacker
 from megatron.packed.packing.sequence import PackSequence
 from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.packs import (
-    DocumentCollator,
     PackReader,
+    PaddedReader,
     ReplicaShare,
     WholePackSampler,
     build_pack_batches,
@@ -30,7 +30,7 @@ from megatron.packed.training.packs import (
     describe,
 )
 from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
-from megatron.packed.training.sharing import HostBatch
+from megatron.packed.training.sharing import HostBatch, first_on_rank_0
 
 
 def sample_counts(config: Config) -> SampleCounts:
@@ -82,7 +82,7 @@ class _SplitBuilder:
         source = dataset
         if isinstance(dataset, DocumentCorpus):
             packer = build_packer(config, dataset, self.tokenizer.vocab_size)
-            packs, source = packer.epoch_packs(), PackReader.of_packer(dataset, packer)
+            packs, source = packer.epoch_packs(), self._reader(dataset, packer)
         count = len(packs) or len(dataset)
         share, reads = _share(config), self._reads()
         collator = build_collator(config, self.tokenizer.eod) if reads else None
@@ -108,15 +108,21 @@ class _SplitBuilder:
         loader: Iterator[HostBatch] | None = None
         if self._reads():
             collator = build_collator(config, self.tokenizer.eod)
-            if isinstance(collator, DocumentCollator):
+            if isinstance(dataset, DocumentCorpus):
                 packer = build_packer(config, dataset, self.tokenizer.vocab_size)
                 print_rank_0(f"{key}: {describe(packer)}")
                 sequence = PackSequence(packer, start=consumed, state=state.get("packing"))
-                loader = build_pack_batches(dataset, sequence, collator, share, *self._loading())
+                reader = self._reader(dataset, packer)
+                loader = build_pack_batches(reader, sequence, collator, share, *self._loading())
             else:
                 sampler = self._row_sampler(kind, len(dataset), consumed, share)
                 loader = build_loader(dataset, sampler, collator, *self._loading())
         return self._iterator(loader, share, consumed)
+
+    def _reader(self, corpus: DocumentCorpus, packer: DocumentPacker) -> PackReader | PaddedReader:
+        if self.config.packing.use_packed_sequence:
+            return PackReader.of_packer(corpus, packer)
+        return PaddedReader(corpus, self.config.data.seq_length, self.tokenizer.pad)
 
     def _reads(self) -> bool:
         return parallel_state.get_tensor_model_parallel_rank() == 0
@@ -173,7 +179,9 @@ def build_splits(
         ConfigurationError: the names of validation sets don't fit them.
         DataError: the corpora don't fit the run.
     """
-    datasets: Datasets = build_datasets(config, tokenizer, sample_counts(config))
+    datasets: Datasets = build_datasets(
+        config, tokenizer, sample_counts(config), first_on_rank_0=first_on_rank_0
+    )
     evaluation = config.evaluation
     builder = _SplitBuilder(config, environment, tokenizer, progress.data or {})
     train = builder.train(datasets.train, progress.consumed_samples)

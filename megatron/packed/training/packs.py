@@ -22,7 +22,7 @@ from megatron.packed.context_parallel.context_parallel_helper import (
     ContextParallelHelper,
 )
 from megatron.packed.data.document_corpus import DocumentCorpus
-from megatron.packed.data.loader import BatchIterator, build_loader
+from megatron.packed.data.loader import BatchIterator, Collate, build_loader
 from megatron.packed.errors import DataError
 from megatron.packed.packing import (
     Alignment,
@@ -32,6 +32,7 @@ from megatron.packed.packing import (
     PackPlan,
     build_document_packer,
 )
+from megatron.packed.packing.packers import Alone
 from megatron.packed.packing.records import SegmentRecords
 from megatron.packed.packing.sequence import NumberedPack, PackSequence
 from megatron.packed.training.flops import FlopsCounter
@@ -131,11 +132,45 @@ class PackReader:
     def __getitem__(self, numbered: NumberedPack) -> dict[str, Any]:
         """`pack`, the `segments` it is made of, and their tokens.
 
-        `text` int64 `[tokens]` has the pieces end to end, each with its lookahead.
+        `text` int64 `[tokens]` has the pieces end to end, each with its lookahead; `supervised`
+        int64 `[tokens]` is there where only some tokens are targets, which are 1.
         """
         pack = numbered.pack
         segments = segments_of_pack(pack, self.corpus, self.longest)
-        return {"pack": pack, "text": pack.read(self.corpus.read), "segments": segments}
+        sample = {"pack": pack, "text": pack.read(self.corpus.read), "segments": segments}
+        if self.corpus.is_supervised:
+            sample["supervised"] = pack.read(self.corpus.read_supervision)
+        return sample
+
+
+class PaddedReader:
+    """A dataset whose index is a pack of one piece: reads it as a row, padded to its end.
+
+    Args:
+        corpus: where the documents are.
+        seq_length: input tokens of a row.
+        pad_id: fills the rest.
+    """
+
+    def __init__(self, corpus: DocumentCorpus, seq_length: int, pad_id: int) -> None:
+        self.corpus = corpus
+        self.seq_length = seq_length
+        self.pad_id = pad_id
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def __getitem__(self, numbered: NumberedPack) -> dict[str, Any]:
+        """What `BshdCollator` takes: `text` and `supervised` int64 `[S + 1]`, and `length`."""
+        text = numbered.pack.read(self.corpus.read)
+        targets = numbered.pack.read(self.corpus.read_supervision)
+        rest = self.seq_length + 1 - len(text)
+        return {
+            "text": np.pad(text, (0, rest), constant_values=self.pad_id),
+            "supervised": np.pad(targets, (0, rest)),
+            "length": len(text),
+            "index": int(numbered.pack.documents[0]) if len(text) else -1,
+        }
 
 
 def pack_share(
@@ -145,6 +180,7 @@ def pack_share(
     *,
     mtp_depths: int = 0,
     segments: SegmentRecords | None = None,
+    supervised: Any = None,
 ) -> PackedBatch:
     """The batch of a plan: all of it, or what this context-parallel rank's helper cuts out.
 
@@ -154,13 +190,16 @@ def pack_share(
         helper: the run's helper of packs; None with one rank and no hooks.
         mtp_depths: multi-token-prediction depths beyond the main loss.
         segments: where the segments of the rows come from.
+        supervised: which tokens of the rows are targets; None for all.
     """
     if not segments:
         segments = None  # a pack without a token has one empty segment
     if helper is None:
-        return PackedBatch.from_plan(plan, rows, mtp_depths=mtp_depths, segments=segments)
+        return PackedBatch.from_plan(
+            plan, rows, mtp_depths=mtp_depths, segments=segments, supervised=supervised
+        )
     assert not isinstance(helper, ContextParallelHelper)  # the one for rows
-    return helper.pack(plan, rows, mtp_depths=mtp_depths, segments=segments)
+    return helper.pack(plan, rows, mtp_depths=mtp_depths, segments=segments, supervised=supervised)
 
 
 def segments_of_pack(
@@ -178,6 +217,9 @@ def segments_of_pack(
     targets = np.maximum(corpus.lengths[pack.documents] - 1, 0)
     if longest is not None:
         targets = np.minimum(targets, longest)
+    if corpus.is_supervised:
+        counts = [corpus.targets_of(document, longest) for document in pack.documents.tolist()]
+        targets = np.array(counts, dtype=np.int64)
     weights = np.ones(len(targets))
     return SegmentRecords(datasets, numbers, pack.offsets.copy(), targets, weights)
 
@@ -243,17 +285,19 @@ class DocumentCollator:
         except ValueError as error:
             raise DataError(str(error)) from error
         segments = [each["segments"] for each in samples if "segments" in each]
+        supervised = [each["supervised"] for each in samples if "supervised" in each]
         return pack_share(
             plan,
             np.concatenate([each["text"] for each in samples]),
             self.helper,
             mtp_depths=self.mtp_depths,
             segments=SegmentRecords.concatenate(segments),
+            supervised=np.concatenate(supervised) if supervised else None,
         )
 
 
-class PackBatches(Iterator[PackedBatch]):
-    """Micro-batches of packs, and the state that goes with those handed out.
+class PackBatches(Iterator[Any]):
+    """Micro-batches of packs or of rows of one document, and the state of those handed out.
 
     Args:
         batches: collated micro-batches.
@@ -270,7 +314,7 @@ class PackBatches(Iterator[PackedBatch]):
         self._group_size = share.group_size
         self._consumed = consumed
 
-    def __next__(self) -> PackedBatch:
+    def __next__(self) -> Any:
         batch = next(self._batches)
         self._consumed += self._group_size
         self._sequence.forget_before(self._consumed)
@@ -305,7 +349,7 @@ def build_packer(config: Config, corpus: DocumentCorpus, vocab_size: int) -> Doc
     flops = FlopsCounter.from_config(config, vocab_size)
     try:
         return build_document_packer(
-            packing.packing_strategy,
+            packing.packing_strategy if packing.use_packed_sequence else "alone",
             corpus.lengths,
             capacity,
             seed=config.training.seed,
@@ -324,16 +368,20 @@ def build_packer(config: Config, corpus: DocumentCorpus, vocab_size: int) -> Doc
 def describe(packer: DocumentPacker) -> str:
     """One line for the log: what is packed, and how."""
     lengths = packer.stream.lengths
+    if packer.strategy == Alone.strategy:
+        how = f"each in rows of {packer.capacity:,}"
+    else:
+        how = f"packed by {packer.strategy} into packs of {packer.capacity:,}"
     return (
         f"{len(lengths):,} documents of {int(lengths.sum()):,} tokens, the longest of "
-        f"{int(lengths.max()):,}, packed by {packer.strategy} into packs of {packer.capacity:,}"
+        f"{int(lengths.max()):,}, {how}"
     )
 
 
 def build_pack_batches(
-    corpus: DocumentCorpus,
+    reader: PackReader | PaddedReader,
     sequence: PackSequence,
-    collator: DocumentCollator,
+    collator: Collate,
     share: ReplicaShare,
     num_workers: int = 0,
     pin_memory: bool = False,
@@ -341,7 +389,7 @@ def build_pack_batches(
     """Micro-batches of this rank from the sequence's place on.
 
     Args:
-        corpus: where the documents are.
+        reader: reads the tokens of packs.
         sequence: the packs that all ranks share.
         collator: lays micro-batches out.
         share: this rank's part.
@@ -350,6 +398,5 @@ def build_pack_batches(
     """
     consumed = sequence.number
     sampler = PackSampler(sequence, share)
-    reader = PackReader.of_packer(corpus, sequence.packer)
     batches = build_loader(reader, sampler, collator, num_workers, pin_memory)
     return PackBatches(batches, sequence, share, consumed)

@@ -8,9 +8,9 @@ used, its peers learn the same way and raise the same.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron.packed.errors import DataError
 from megatron.packed.packing import PackedBatch
 
 HostBatch = PackedBatch | BshdBatch
+Value = TypeVar("Value")
 
 
 class _Kind(IntEnum):
@@ -29,6 +30,30 @@ class _Kind(IntEnum):
     ROWS = 1
     END = 2
     FAILURE = 3
+
+
+def first_on_rank_0(action: Callable[[], Value]) -> Value:
+    """Run an action on rank 0 while the others wait, then on them; a collective call.
+
+    Args:
+        action: what leaves files that the other ranks find, and gives the same on all of them.
+
+    Raises:
+        DataError: on every rank what rank 0 met, else what a rank met itself.
+    """
+    if dist.get_world_size() == 1:
+        return action()
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            value = action()
+        except DataError as error:
+            outcome = [str(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[0] is not None:
+        raise DataError(outcome[0])
+    # The files may be on another machine's disk: every rank looks for itself.
+    return value if dist.get_rank() == 0 else action()
 
 
 def next_shared(

@@ -141,6 +141,12 @@ BROKEN = [
         "HuggingFaceTokenizer: needs --tokenizer-model",
         1,
     ),
+    (
+        "fine_tuning",
+        "--sft-tokenizer-prompt-format chatml",
+        "--sft-tokenizer-prompt-format chatml: is how --sft",
+        1,
+    ),
     ("dataloader", "--dataloader-type external", "external is refused: it takes iterators", 1),
     (
         "validation_sets",
@@ -356,6 +362,24 @@ def test_a_broken_rule_is_refused_alone(rule: str, flags: str, message: str, wor
     assert rule in {r.__name__ for r in (*rules.RULES, *rules.HARDWARE_RULES)}
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mock-data", "--sft: needs JSON lines files as --data-path"),
+        ("--data-path a --tokenizer-type NullTokenizer", "--sft: NullTokenizer can't write a"),
+        ("--data-path a --dataloader-type cyclic", "--sft shuffles every epoch itself"),
+        ("--data-path a --use-packed-sequence --packing-strategy rows", "rows: cuts conversations"),
+        (
+            "--data-path a --sft-mock-dataset-config-json x",
+            "config-json x is refused: conversations",
+        ),
+    ],
+)
+def test_rules_on_fine_tuning(flags: str, message: str) -> None:
+    base = MINIMAL.replace("--mock-data", "").replace("NullTokenizer", "ByteTokenizer")
+    assert message in refusal(f"{base} --sft {flags}")
+
+
 def test_rules_on_data_without_mock_data() -> None:
     real = MINIMAL.replace("--mock-data", "")
     assert refusal(real).startswith("no data: give one of --data-path")
@@ -385,6 +409,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
         rules.training,
         rules.data,
         rules.packing,
+        rules.sft,
         rules.context_parallel,
         rules.checkpoint,
         rules.hardware,

@@ -23,6 +23,7 @@ from megatron.packed.arguments.rules import (
     moe,
     packing,
     pipeline,
+    sft,
     training,
 )
 from megatron.packed.errors import ConfigurationError
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     + training.RULES
     + data.RULES
     + packing.RULES
+    + sft.RULES
     + context_parallel.RULES
     + checkpoint.RULES
     + loss.RULES

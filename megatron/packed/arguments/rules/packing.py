@@ -12,6 +12,8 @@ def packing_switch(config: Config) -> Iterator[str]:
         return
     for dest, spec in all_specs().items():
         value = config.get(dest)
+        if dest == "overlong_documents" and config.sft.sft:
+            continue  # rows of conversations obey it
         if spec.group == "packing" and config.is_given(dest) and value != spec.default:
             shown = f"{spec.name} {value}" if spec.takes_value else spec.name
             yield f"{shown}: needs --use-packed-sequence; without it nothing is packed"
