@@ -8,7 +8,8 @@ levels of context parallelism (a2a+p2p) need four processes and come first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron.packed.cases.case import Value
 
@@ -89,7 +90,7 @@ def shrink_parallel_sizes(args: Mapping[str, Value]) -> ParallelSizes:
     Args:
         args: The large run's flags.
     """
-    chosen: dict[str, int] = {}
+    chosen: dict[str, Any] = {}
     dropped = []
     for name, flag, wanted in _dimensions(args):
         for larger in (wanted, 2):
@@ -101,7 +102,7 @@ def shrink_parallel_sizes(args: Mapping[str, Value]) -> ParallelSizes:
             dropped.append(flag)
     sizes = _with_replicas(chosen, replicas=_wants_replicas(args))
     assert sizes is not None
-    return ParallelSizes(**{**vars(sizes), "dropped": tuple(dropped)})
+    return replace(sizes, dropped=tuple(dropped))
 
 
 def _dimensions(args: Mapping[str, Value]) -> list[tuple[str, str, int]]:
@@ -124,9 +125,10 @@ def _wants_replicas(args: Mapping[str, Value]) -> bool:
     return size(args, INSTANCES) > 1 or any(name in args for name in _WANT_REPLICAS)
 
 
-def _with_replicas(chosen: Mapping[str, int], replicas: bool = False) -> ParallelSizes | None:
+def _with_replicas(chosen: Mapping[str, Any], replicas: bool = False) -> ParallelSizes | None:
     """The sizes with the fewest replicas that fit (two, where they are wanted and fit)."""
-    fitting = [sizes for data in (1, 2, 4) if (sizes := ParallelSizes(**chosen, data=data)).fits]
+    attempts = [replace(ParallelSizes(), **chosen, data=data) for data in (1, 2, 4)]
+    fitting = [sizes for sizes in attempts if sizes.fits]
     if replicas and len(fitting) > 1 and fitting[0].data == 1:
         return fitting[1]
     return fitting[0] if fitting else None
