@@ -175,11 +175,11 @@ class PackedCoreAttention(MegatronModule):
                 f"{self.config.context_parallel_size} needs; make batches with the run's helper"
             )
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            layout = _layout_of_pack(packed_seq_params, query.shape[0])
+            layout = layout_of_pack(packed_seq_params, query.shape[0])
             q, k, v = (x.unsqueeze(0) for x in (query, key, value))
             return self._attend(q, k, v, layout).flatten(2).squeeze(0)
         sequence, rows = query.shape[:2]
-        boundaries = None if attention_mask is None else _boundaries_of_rows(attention_mask)
+        boundaries = None if attention_mask is None else boundaries_of_rows(attention_mask)
         layout = row_layout(rows, sequence, boundaries)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         return self._attend(q, k, v, layout).flatten(2).transpose(0, 1)
@@ -248,7 +248,7 @@ def layer_window(
     return int(window_size[0])
 
 
-def _layout_of_pack(params: PackedSeqParams, total_tokens: int) -> SegmentLayout:
+def layout_of_pack(params: PackedSeqParams, total_tokens: int) -> SegmentLayout:
     real = _host_integers(params, "cu_seqlens_host", params.cu_seqlens_q)
     if params.cu_seqlens_q_padded is None:
         return packed_layout(real, real, total_tokens)
@@ -262,7 +262,7 @@ def _host_integers(params: PackedSeqParams, name: str, boundaries: Tensor) -> tu
     return tuple((boundaries if host is None else host).tolist())
 
 
-def _boundaries_of_rows(attention_mask: Tensor) -> tuple[int, ...]:
+def boundaries_of_rows(attention_mask: Tensor) -> tuple[int, ...]:
     if attention_mask.dim() != 1 or attention_mask.dtype.is_floating_point:
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)} and {attention_mask.dtype}: "

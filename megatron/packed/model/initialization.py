@@ -25,8 +25,11 @@ _EXPERT = re.compile(
     r"|(?P<grouped>linear_fc[12]\.(?:weight|bias))(?P<number>\d+))"
 )
 _ROUTER_BIAS = "router.bias"
+# A recurrent layer's filters and decay rates, which upstream draws uniformly.
+_CONVOLUTION = "self_attention.conv_weight"
+_DECAY = "self_attention.A_log"
 # Projections whose output is added to the residual stream (upstream: output_layer_init_method).
-_RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
+_RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 _WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
 # The learned score of attention's sink, one number a head; other vectors are biases and gains.
@@ -231,6 +234,21 @@ def xavier_bound(name: str, parameter: torch.Tensor, config: InitializationConfi
     return math.sqrt(6.0 / sum(fans))
 
 
+def _values(
+    name: str, parameter: torch.Tensor, indices: torch.Tensor, config: InitializationConfig
+) -> torch.Tensor:
+    """Elements of a parameter, from the distribution that upstream gives it."""
+    key = stream_key(config.seed, name)
+    if name.endswith(_CONVOLUTION):
+        return counter_uniform(key, indices, parameter.shape[1] ** -0.5)
+    if name.endswith(_DECAY):
+        return (8.5 + counter_uniform(key, indices, 7.5)).log()  # of 1 to 16
+    bound = xavier_bound(name, parameter, config)
+    if bound is not None:
+        return counter_uniform(key, indices, bound)
+    return counter_normal(key, indices, weight_std(name, config))
+
+
 @torch.no_grad()
 def initialize_weights(
     model: torch.nn.Module, config: InitializationConfig, layer_offset: int = 0
@@ -245,22 +263,15 @@ def initialize_weights(
         layer_offset: decoder layers held by earlier pipeline stages.
     """
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 and not name.endswith((_ROUTER_BIAS, _SINKS)):
+        if parameter.dim() < 2 and not name.endswith((_ROUTER_BIAS, _SINKS, _DECAY)):
             continue
         whole_name = global_parameter_name(name, layer_offset, config.first_expert)
         if whole_name == _OUTPUT_LAYER and getattr(parameter, "shared_embedding", False):
             # The last stage's copy of tied embeddings.
             whole_name = _WORD_EMBEDDINGS
-        key = stream_key(config.seed, whole_name)
-        bound = xavier_bound(whole_name, parameter, config)
-        std = weight_std(whole_name, config)
         matrix = parameter.view(parameter.shape[0], -1)
         for start, indices in _element_index_chunks(name, parameter, config):
-            indices = indices.to(parameter.device)
-            if bound is None:
-                values = counter_normal(key, indices, std)
-            else:
-                values = counter_uniform(key, indices, bound)
+            values = _values(whole_name, parameter, indices.to(parameter.device), config)
             matrix[start : start + indices.shape[0]].copy_(values)
         if whole_name in (_WORD_EMBEDDINGS, _OUTPUT_LAYER):
             first = config.tp_rank * matrix.shape[0]

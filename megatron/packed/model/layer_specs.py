@@ -22,6 +22,7 @@ from megatron.packed.arguments import Config
 from megatron.packed.attention.core_attention import PackedCoreAttention
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.model.attention_engine import select_core_attention
+from megatron.packed.model.gated_delta_net import GatedDeltaNet
 from megatron.packed.model.latent_attention import PackedMLASelfAttention
 from megatron.packed.model.moe import use_packed_experts
 from megatron.packed.model.norms import L2Norm, LayerNorm, RMSNorm
@@ -106,23 +107,29 @@ def build_layer_spec(
         make = _transformer_engine_layer_spec
     else:
         make = _local_layer_spec
+    linear = config.linear_attention.linear_layers(config.model.num_layers)
+    layers = tuple(zip(pattern, linear, strict=True))
     kinds = {
-        experts: make(config, config.moe.num_experts if experts else None)
-        for experts in set(pattern)
+        (experts, is_linear): make(config, config.moe.num_experts if experts else None)
+        for experts, is_linear in set(layers)
     }
     own = select_core_attention(config, transformer_config, accelerator)
     if own is not None:
         for spec in kinds.values():
             spec.submodules.self_attention.submodules.core_attention = own
     if make is _transformer_engine_layer_spec:
-        if len(kinds) == 1:
-            return kinds[pattern[0]]
+        if set(layers) == {layers[0]} and not linear[0]:
+            return kinds[layers[0]]
         norm: type = _transformer_engine_norm()
     else:
         norm = _norm(config)
+    for (_, is_linear), spec in kinds.items():
+        if is_linear:
+            spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
+            spec.submodules.input_layernorm = norm  # TransformerEngine's is part of its attention
     first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
     count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[experts] for experts in pattern[first : first + count]],
+        layer_specs=[kinds[kind] for kind in layers[first : first + count]],
         layer_norm=norm,
     )

@@ -83,6 +83,18 @@ def _attention(config: Config) -> dict[str, Any]:
     return fields
 
 
+def _linear_attention(config: Config) -> dict[str, Any]:
+    """Which layers are linear; their sizes are megatron-core's own settings."""
+    linear = config.linear_attention
+    if linear.experimental_attention_variant is None:
+        return {}
+    layers = linear.linear_layers(config.model.num_layers)
+    return {
+        "experimental_attention_variant": linear.experimental_attention_variant,
+        "linear_attention_freq": [int(each) for each in layers],
+    }
+
+
 def _pipeline(config: Config) -> dict[str, Any]:
     """How layers are laid over stages, and how stages exchange tensors."""
     pipeline, virtual = config.pipeline, virtual_size(config)
@@ -216,5 +228,6 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         **_activation(config),
         **_attention(config),
         **_experts(config),
+        **_linear_attention(config),
         **config.core_values(field.name for field in dataclasses.fields(config_class)),
     )

@@ -14,6 +14,8 @@ from .broken_attention import BROKEN_ATTENTION
 from .broken_pipeline import BROKEN_PIPELINE
 from .flags import MINIMAL
 
+DELTA = "--experimental-attention-variant gated_delta_net"
+
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
 BROKEN = [
     *BROKEN_ATTENTION,
@@ -317,6 +319,56 @@ BROKEN = [
         2,
     ),
     ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
+    (
+        "linear_layers",
+        "--linear-attention-freq 2",
+        "--linear-attention-freq 2: needs --experimental-attention-variant gated_delta_net",
+        1,
+    ),
+    (
+        "linear_layers",
+        f"{DELTA} --normalization RMSNorm --linear-attention-freq [1,0]",
+        "--linear-attention-freq .*must have a 0 or 1 for each of --num-layers 4",
+        1,
+    ),
+    (
+        "linear_layers",
+        f"{DELTA} --normalization RMSNorm --linear-attention-freq often",
+        "--linear-attention-freq often: 'often': must be a whole number",
+        1,
+    ),
+    ("linear_layers", f"{DELTA} --normalization RMSNorm", "is needed to say which layers", 1),
+    (
+        "linear_heads",
+        f"{DELTA} --normalization RMSNorm --linear-attention-freq 2 --linear-num-key-heads 5",
+        "--linear-num-value-heads 32: must be a multiple of --linear-num-key-heads 5",
+        1,
+    ),
+    (
+        "linear_heads",
+        f"{DELTA} --normalization RMSNorm --linear-attention-freq 2 --linear-num-key-heads 2 "
+        "--tensor-model-parallel-size 4",
+        "--linear-num-key-heads 2: must be a multiple of --tensor-model-parallel-size 4",
+        4,
+    ),
+    (
+        "linear_layer_surroundings",
+        f"{DELTA} --normalization RMSNorm --linear-attention-freq 2 --context-parallel-size 2",
+        "isn't spread over --context-parallel-size 2",
+        2,
+    ),
+    (
+        "linear_layer_surroundings",
+        f"{DELTA} --linear-attention-freq 2",
+        "give --normalization RMSNorm in place of LayerNorm",
+        1,
+    ),
+    (
+        "sparse_attention",
+        "--experimental-attention-variant dsa",
+        "--experimental-attention-variant dsa is refused: it attends to the keys",
+        1,
+    ),
     *BROKEN_PIPELINE,
     (
         "documents_need_packs",
@@ -411,6 +463,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
         rules.packing,
         rules.sft,
         rules.context_parallel,
+        rules.linear_attention,
         rules.checkpoint,
         rules.hardware,
     )

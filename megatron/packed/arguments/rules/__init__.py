@@ -18,6 +18,7 @@ from megatron.packed.arguments.rules import (
     data,
     hardware,
     layout,
+    linear_attention,
     loss,
     model,
     moe,
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     layout.RULES
     + pipeline.RULES
     + model.RULES
+    + linear_attention.RULES
     + attention.RULES
     + moe.RULES
     + training.RULES
