@@ -31,6 +31,7 @@ from torch.nn import Parameter
 from megatron.packed.attention.communicator import ProcessGroupCommunicator
 from megatron.packed.attention.executor import packed_attention
 from megatron.packed.attention.kernels import cpu, dropout
+from megatron.packed.attention.magi import MagiShare
 from megatron.packed.attention.plans import AttentionPlan, LayerPlans
 from megatron.packed.attention.plans.local import plan_of_layout
 from megatron.packed.attention.segments import SegmentLayout, packed_layout, row_layout
@@ -166,6 +167,8 @@ class PackedCoreAttention(MegatronModule):
         if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
             raise ValueError(f"attn_mask_type {attn_mask_type} is not supported: only causal")
         plans = getattr(packed_seq_params, "attention", None)
+        if isinstance(plans, MagiShare):
+            return plans.attend(query, key, value, self.window, self.softmax_scale).flatten(1)
         if plans is not None:
             plan = plans.of_layer(self.layer_number, self.window)
             return self._attend_over_ranks(query, key, value, plan)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -104,6 +104,10 @@ class ContextParallelHelperBase(ABC):
             for problem in unsupported(settings.selection):
                 raise ConfigurationError(problem)
         self._hooks: list[BatchHook] = []
+
+    def uncut(self) -> Self:
+        """A helper of this kind for packs that an external engine cuts: it leaves them whole."""
+        return type(self)(replace(self.settings, cp_size=1, cp_rank=0))
 
     @property
     def capability(self) -> Capability:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.arguments.exchange import select_for
-from megatron.packed.attention import transformer_engine
+from megatron.packed.attention import magi, transformer_engine
 from megatron.packed.attention.core_attention import PackedCoreAttention
 from megatron.packed.attention.transformer_engine import TransformerEngineCoreAttention
 from megatron.packed.context_parallel.capabilities import (
     AttentionShape,
+    magi_lacks,
     transformer_engine_lacks,
 )
 from megatron.packed.errors import ConfigurationError
+from megatron.packed.model.transformer_config import build_transformer_config
 
 _PACKED = ModuleSpec(module=PackedCoreAttention)
 
@@ -87,3 +91,48 @@ def select_core_attention(
         stacklevel=2,
     )
     return _PACKED
+
+
+def magi_shape(config: Config, accelerator: Accelerator) -> magi.MagiShape | None:
+    """What MagiAttention's own engine computes in this run; None where our plans do.
+
+    Args:
+        config: the run's configuration.
+        accelerator: where the layers run.
+    """
+    parallel = config.parallel
+    cp_size = parallel.context_parallel_size
+    if accelerator.name != "cuda" or config.model.attention_backend != "magi" or cp_size == 1:
+        return None
+    transformer_config = build_transformer_config(config)
+    shape = attention_shape(config, transformer_config)
+    lacks = magi_lacks(select_for(config), shape, config.packing.packing_alignment)
+    if not magi.is_installed():
+        lacks = f"the package {magi.PACKAGE} isn't installed"
+    elif torch.cuda.get_device_capability(accelerator.device) < magi.COMPUTE_CAPABILITY:
+        lacks = "its kernels need a Hopper GPU or a newer one"
+    if lacks is not None:
+        warnings.warn(
+            f"--attention-backend magi: {lacks}; this project's own dispatch runs", stacklevel=2
+        )
+        return None
+    return magi.MagiShape(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        width=shape.width,
+        cp_size=cp_size,
+        chunk_size=parallel.magi_attn_chunk_size,
+        windows=tuple(dict.fromkeys(config.attention.layer_windows(config.model.num_layers))),
+    )
+
+
+def magi_engine(config: Config, accelerator: Accelerator) -> magi.MagiEngine | None:
+    """MagiAttention's own engine on this run's ranks; None where our plans run.
+
+    Raises:
+        ConfigurationError: if the package is of another version.
+    """
+    shape = magi_shape(config, accelerator)
+    if shape is None:
+        return None
+    return magi.MagiEngine(shape, parallel_state.get_context_parallel_group())

@@ -251,19 +251,25 @@ def pack_alignment(config: Config) -> Alignment:
 Collator = PackingCollator | DocumentCollator | BshdCollator | RowShareCollator
 
 
-def build_collator(config: Config, eod_id: int, helper: AnyHelper | None = None) -> Collator:
+def build_collator(
+    config: Config, eod_id: int, helper: AnyHelper | None = None, *, whole_packs: bool = False
+) -> Collator:
     """The collator for packs of rows, packs of documents, or rows that aren't packed.
 
     Args:
         config: the run's configuration.
         eod_id: id that ends a document.
         helper: cuts batches over context-parallel ranks; by default the one of the flags.
+        whole_packs: an external engine cuts packs, once they have arrived.
     """
     loss = config.loss
-    if config.parallel.context_parallel_size == 1 and not loss.is_weighted:
+    uncut = config.parallel.context_parallel_size == 1 or whole_packs
+    if uncut and not loss.is_weighted:
         helper = None  # nothing is cut
     elif helper is None:
         helper = build_context_parallel_helper(config)
+    if helper is not None and whole_packs:
+        helper = helper.uncut()
     if helper is not None and loss.is_weighted:
         helper.register_batch_sliced_hook(
             partial(
@@ -356,12 +362,14 @@ class BatchSource:
         environment: device and host groups.
         block_diagonal: rows attend inside their segments only (`--reset-attention-mask`).
         window: tokens to the left that layers with a sliding window see; None without.
+        share: cuts a pack that arrived whole, on the device; None where workers cut.
     """
 
     loader: Iterator[HostBatch] | None
     environment: Environment
     block_diagonal: bool
     window: int | None = None
+    share: Callable[[PackedBatch], PackedBatch] | None = None
 
     def read(self) -> HostBatch:
         """The next batch, on the host, equal on all tensor-parallel ranks."""
@@ -401,6 +409,8 @@ class MicroBatchIterator:
         batch = self._ahead.popleft() if self._ahead else self._read()
         on_device = batch.to(self.source.environment.accelerator.device, non_blocking=True)
         if isinstance(on_device, PackedBatch):
+            if self.source.share is not None:
+                on_device = self.source.share(on_device)
             micro_batch = _from_pack(on_device)
         else:
             micro_batch = _from_rows(on_device, self.source.block_diagonal)

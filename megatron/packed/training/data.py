@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.packed.arguments import Config
+from megatron.packed.attention.magi import MagiEngine
 from megatron.packed.data.builders import Datasets, build_datasets
 from megatron.packed.data.document_corpus import DocumentCorpus
 from megatron.packed.data.loader import build_loader
@@ -16,9 +17,15 @@ from megatron.packed.data.samplers import MicroBatchSampler, build_sampler
 from megatron.packed.data.tokenizers import PackedTokenizer
 from megatron.packed.data.validation import SampleCounts
 from megatron.packed.errors import ConfigurationError
+from megatron.packed.model.attention_engine import magi_engine
 from megatron.packed.packing import DocumentPack, DocumentPacker
 from megatron.packed.packing.sequence import PackSequence
-from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
+from megatron.packed.training.batches import (
+    BatchSource,
+    Collator,
+    MicroBatchIterator,
+    build_collator,
+)
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.packs import (
     PackReader,
@@ -56,12 +63,14 @@ class _SplitBuilder:
         environment: what this process stands on.
         tokenizer: the run's tokenizer.
         saved: where splits go on, by the key of their state.
+        magi: cuts packs by the package of that name; None where workers cut them.
     """
 
     config: Config
     environment: Environment
     tokenizer: PackedTokenizer
     saved: dict[str, Any]
+    magi: MagiEngine | None = None
 
     def train(self, dataset: Any, consumed: int) -> MicroBatchIterator:
         """Micro-batches of training, from the consumed samples on."""
@@ -85,7 +94,7 @@ class _SplitBuilder:
             packs, source = packer.epoch_packs(), self._reader(dataset, packer)
         count = len(packs) or len(dataset)
         share, reads = _share(config), self._reads()
-        collator = build_collator(config, self.tokenizer.eod) if reads else None
+        collator = self._collator(config) if reads else None
 
         def reopen() -> Iterator[HostBatch] | None:
             if collator is None:
@@ -107,7 +116,7 @@ class _SplitBuilder:
         share = _share(config)
         loader: Iterator[HostBatch] | None = None
         if self._reads():
-            collator = build_collator(config, self.tokenizer.eod)
+            collator = self._collator(config)
             if isinstance(dataset, DocumentCorpus):
                 packer = build_packer(config, dataset, self.tokenizer.vocab_size)
                 print_rank_0(f"{key}: {describe(packer)}")
@@ -118,6 +127,9 @@ class _SplitBuilder:
                 sampler = self._row_sampler(kind, len(dataset), consumed, share)
                 loader = build_loader(dataset, sampler, collator, *self._loading())
         return self._iterator(loader, share, consumed)
+
+    def _collator(self, config: Config) -> Collator:
+        return build_collator(config, self.tokenizer.eod, whole_packs=self.magi is not None)
 
     def _reader(self, corpus: DocumentCorpus, packer: DocumentPacker) -> PackReader | PaddedReader:
         if self.config.packing.use_packed_sequence:
@@ -155,6 +167,7 @@ class _SplitBuilder:
                 self.environment,
                 block_diagonal=block_diagonal,
                 window=next((w for w in windows if w is not None), None),
+                share=None if self.magi is None else self.magi.share,
             ),
             samples_per_micro_batch=share.group_size,
             consumed_samples=consumed,
@@ -183,7 +196,8 @@ def build_splits(
         config, tokenizer, sample_counts(config), first_on_rank_0=first_on_rank_0
     )
     evaluation = config.evaluation
-    builder = _SplitBuilder(config, environment, tokenizer, progress.data or {})
+    magi = magi_engine(config, environment.accelerator)
+    builder = _SplitBuilder(config, environment, tokenizer, progress.data or {}, magi)
     train = builder.train(datasets.train, progress.consumed_samples)
     validate = builder.whole if evaluation.full_validation else builder.held_out
     valid: list[HeldOut] = []

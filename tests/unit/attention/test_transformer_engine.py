@@ -17,7 +17,7 @@ from megatron.packed.attention.task_graph import Mask
 from megatron.packed.attention.transformer_engine import TransformerEngineCoreAttention
 from megatron.packed.errors import ConfigurationError
 from tests.unit.attention import fake_transformer_engine
-from tests.unit.attention.fake_transformer_engine import FakeGroup, World
+from tests.unit.attention.fake_world import FakeGroup, World
 from tests.unit.context_parallel.helper_cases import cut
 
 # Documents with odd lengths, one token, and all-padding second chunks.

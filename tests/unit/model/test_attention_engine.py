@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron.packed.accelerator import Accelerator
-from megatron.packed.attention import transformer_engine
+from megatron.packed.attention import magi, transformer_engine
 from megatron.packed.attention.core_attention import PackedCoreAttention
 from megatron.packed.attention.transformer_engine import TransformerEngineCoreAttention
 from megatron.packed.errors import ConfigurationError
-from megatron.packed.model.attention_engine import select_core_attention
+from megatron.packed.model.attention_engine import magi_shape, select_core_attention
 from megatron.packed.model.transformer_config import build_transformer_config
 from tests.unit.context_parallel.helper_cases import PACKED, config_of
 
@@ -99,3 +99,54 @@ def test_windows_go_to_transformer_engine_with_all_gather(installed):
 def test_a_missing_package_is_named():
     with pytest.raises(ConfigurationError, match="package transformer_engine isn't installed"):
         select(FUSED, 2)
+
+
+MAGI = PACKED + "--bf16 --attention-backend magi "
+
+
+def shape_of(flags: str, cp_size: int = 2, accelerator: Accelerator = CUDA):
+    return magi_shape(config_of(flags, cp_size), accelerator)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(magi, "is_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def test_magi_runs_where_it_can(hopper):
+    grouped = "--group-query-attention --num-query-groups 2 --magi-attn-chunk-size 4 "
+    shape = shape_of(MAGI + grouped)
+    assert (shape.heads, shape.kv_heads, shape.width, shape.cp_size) == (4, 2, 16, 2)
+    assert (shape.chunk_size, shape.windows) == (4, (None,))
+    windows = shape_of(MAGI + "--window-size 8,0 --window-attn-skip-freq 2 ").windows
+    assert windows == (8, None)
+
+
+def test_elsewhere_nobody_asks_for_magi(hopper):
+    assert shape_of(MAGI, accelerator=CPU) is None
+    assert shape_of(MAGI, 1) is None
+    assert shape_of(PACKED + "--bf16 --cp-comm-type dispatch ") is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (MAGI + "--cp-comm-type dispatch a2a ", "no exchange like a2a"),
+        (MAGI + "--packing-alignment segment ", "padded at their end alone"),
+        (MAGI + "--kv-channels 12 ", "12 channels are no multiple of 8"),
+        (PACKED + "--attention-backend magi ", "bf16 and fp16 alone"),
+    ],
+)
+def test_where_magi_cannot_this_projects_dispatch_runs(hopper, flags, reason):
+    with pytest.warns(UserWarning, match=f"{reason}.*this project's own dispatch runs"):
+        assert shape_of(flags) is None
+
+
+def test_an_older_device_and_a_missing_package_are_named(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.warns(UserWarning, match="need a Hopper GPU"):
+        assert shape_of(MAGI) is None
+    monkeypatch.setattr(magi, "is_installed", lambda: False)
+    with pytest.warns(UserWarning, match="the package magi_attention isn't installed"):
+        assert shape_of(MAGI) is None

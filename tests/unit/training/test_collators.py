@@ -13,6 +13,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
+from megatron.packed.arguments import config_from_flags
 from megatron.packed.data.bshd import BshdBatch, BshdCollator
 from megatron.packed.data.row_dataset import RowDataset
 from megatron.packed.data.tokenizers import NullTokenizer
@@ -21,7 +22,7 @@ from megatron.packed.packing import Alignment, DocumentPack, PackedBatch
 from megatron.packed.training.batches import PackingCollator, build_collator, pack_capacity
 from megatron.packed.training.packs import DocumentCollator
 
-from .flags import config
+from .flags import MINIMAL, config
 
 S, EOD = 24, 5000
 
@@ -186,3 +187,15 @@ def test_rows_travel_as_one_buffer() -> None:
                 assert torch.equal(got, value) and got.dtype == value.dtype, name
             else:
                 assert got == value, name
+
+
+def test_an_external_engine_gets_packs_whole():
+    flags = MINIMAL + "--use-packed-sequence --attention-backend magi --context-parallel-size 2"
+    settings = config_from_flags(flags, {"WORLD_SIZE": "2"})
+    cut = build_collator(settings, EOD)
+    whole = build_collator(settings, EOD, whole_packs=True)
+    assert cut.helper is not None and whole.helper is None
+    assert whole.alignment == cut.alignment and whole.capacity == cut.capacity
+    weighted = config_from_flags(flags + " --loss-reduction document", {"WORLD_SIZE": "2"})
+    hooked = build_collator(weighted, EOD, whole_packs=True).helper
+    assert hooked.cp_size == 1 and len(hooked._hooks) == 1
