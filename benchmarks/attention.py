@@ -319,7 +319,13 @@ def plan_all(kind: str, lengths: list[int], cp: int) -> tuple[list[AttentionPlan
     layout = default_partition(kind)
     alignment = Alignment.for_layout(partition=layout, cp_size=cp)
     pack = PackPlan.from_documents(lengths, 0, alignment=alignment)
-    partition = make_partition(layout, pack.cu_seqlens_padded, cp, cu_seqlens=pack.cu_seqlens)
+    partition = make_partition(
+        layout,
+        pack.cu_seqlens_padded,
+        cp,
+        cu_seqlens=pack.cu_seqlens,
+        affinity=layout == "dispatch",
+    )
     start = time.perf_counter()
     plans = [
         build_attention_plan(

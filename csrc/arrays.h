@@ -105,6 +105,7 @@ void bind_boundaries(py::module_& m);
 void bind_gather(py::module_& m);
 void bind_materialise(py::module_& m);
 void bind_partition(py::module_& m);
+void bind_affinity(py::module_& m);
 void bind_packers(py::module_& m);
 
 }  // namespace packed

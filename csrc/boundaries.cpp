@@ -159,7 +159,7 @@ py::tuple plan_rows(const Rows& tokens, const py::object& extra, int64_t eod, in
   int64_t* out = segments.mutable_data();
   int32_t* r = real.mutable_data();
   int32_t* p = padded.mutable_data();
-  int64_t at = 0, at_padded = 0, longest = 0;
+  int64_t at = 0, at_padded = 0;
   r[0] = p[0] = 0;
   for (int64_t i = 0; i < size; ++i) {
     const Segment& s = found[static_cast<size_t>(i)];
@@ -182,9 +182,8 @@ py::tuple plan_rows(const Rows& tokens, const py::object& extra, int64_t eod, in
       fail("tokens: " + std::to_string(at_padded) + " tokens in one pack exceed 2**31 - 1");
     r[i + 1] = static_cast<int32_t>(at);
     p[i + 1] = static_cast<int32_t>(at_padded);
-    longest = std::max(longest, s.length);
   }
-  return py::make_tuple(segments, real, padded, valid, longest);
+  return py::make_tuple(segments, real, padded, valid);
 }
 
 py::tuple layout(const Array64& lengths, int64_t multiple) {
@@ -209,6 +208,28 @@ py::tuple layout(const Array64& lengths, int64_t multiple) {
   return py::make_tuple(real, padded);
 }
 
+// Longest segment, longest padded segment, segments with a token, positions with a depth-0
+// target, sum of squared lengths.
+py::tuple summary(const Array64& lengths, const Array64& extents, const Array32& padded_array) {
+  const Span<int64_t> length = span(lengths, "lengths");
+  const Span<int64_t> extent = span(extents, "extents");
+  const Span<int32_t> padded = span(padded_array, "cu_seqlens_padded");
+  if (extent.size != length.size) fail("extents: one per segment");
+  if (padded.size != length.size + 1) fail("cu_seqlens_padded: needs one entry per segment + 1");
+  int64_t longest = 0, longest_padded = 0, filled = 0;
+  uint64_t supervised = 0, squares = 0;  // unsigned: lengths that no pack has may wrap around
+  for (int64_t i = 0; i < length.size; ++i) {
+    longest = std::max(longest, length[i]);
+    longest_padded = std::max(longest_padded, static_cast<int64_t>(padded[i + 1]) - padded[i]);
+    filled += length[i] != 0;
+    if (extent[i] > 0)
+      supervised += static_cast<uint64_t>(std::max<int64_t>(std::min(extent[i] - 1, length[i]), 0));
+    squares += static_cast<uint64_t>(length[i]) * static_cast<uint64_t>(length[i]);
+  }
+  return py::make_tuple(longest, longest_padded, filled, static_cast<int64_t>(supervised),
+                        static_cast<int64_t>(squares));
+}
+
 }  // namespace
 
 void bind_boundaries(py::module_& m) {
@@ -216,6 +237,8 @@ void bind_boundaries(py::module_& m) {
         py::arg("row_lengths"));
   m.def("plan_rows", &plan_rows, py::arg("tokens"), py::arg("extra_token"), py::arg("eod_id"),
         py::arg("pad_id"), py::arg("row_lengths"), py::arg("segment_multiple"));
+  m.def("summary", &summary, py::arg("lengths"), py::arg("extents"),
+        py::arg("cu_seqlens_padded"));
   m.def("layout", &layout, py::arg("lengths"), py::arg("segment_multiple"));
 }
 

@@ -81,6 +81,20 @@ py::array_t<int64_t> pieces(const Array64& lengths, const Array32& cu_seqlens_pa
   return result[py::slice(0, out - begin_out, 1)].cast<py::array_t<int64_t>>();
 }
 
+// The pieces of the whole pack: every segment that holds a token, where it lies.
+py::array_t<int64_t> whole_pieces(const Array64& lengths, const Array32& cu_seqlens_padded) {
+  const Span<int64_t> length = span(lengths, "lengths");
+  const Span<int32_t> padded = span(cu_seqlens_padded, "cu_seqlens_padded");
+  if (padded.size != length.size + 1) fail("cu_seqlens_padded: needs one entry per segment + 1");
+  int64_t count = 0;
+  for (int64_t i = 0; i < length.size; ++i) count += length[i] > 0;
+  py::array_t<int64_t> result({static_cast<py::ssize_t>(count), py::ssize_t{4}});
+  Piece* out = reinterpret_cast<Piece*>(result.mutable_data());
+  for (int64_t i = 0; i < length.size; ++i)
+    if (length[i] > 0) *out++ = {padded[i], i, 0, length[i]};
+  return result;
+}
+
 py::array_t<int64_t> gather(const Rows& rows_array, const py::object& extra, const Array64& rows,
                             const Array64& offsets, const Array64& extents, const Array64& piece,
                             int64_t step, int64_t shift, int64_t size, int64_t fill,
@@ -195,6 +209,7 @@ py::array_t<int32_t> document_ids(const Array64& piece, int64_t size, const py::
 void bind_gather(py::module_& m) {
   m.def("pieces", &pieces, py::arg("lengths"), py::arg("cu_seqlens_padded"), py::arg("starts"),
         py::arg("counts"), py::arg("step"));
+  m.def("whole_pieces", &whole_pieces, py::arg("lengths"), py::arg("cu_seqlens_padded"));
   m.def("gather", &gather, py::arg("source"), py::arg("extra"), py::arg("rows"),
         py::arg("offsets"), py::arg("extents"), py::arg("piece"), py::arg("step"),
         py::arg("shift"), py::arg("size"), py::arg("fill"), py::arg("out") = py::none());

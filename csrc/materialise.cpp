@@ -1,6 +1,7 @@
 // Everything that a step reads, in one walk over the pieces and one buffer.
 
 #include <cstring>
+#include <type_traits>
 
 #include "walk.h"
 
@@ -44,6 +45,20 @@ void write_padding(const Outputs& out, int64_t a, int64_t b, int64_t token_fill,
   }
 }
 
+PACKED_HOT void write_block(const Outputs& out, const int64_t* from, int64_t at, int64_t count,
+                            int64_t position, int32_t document) {
+  const size_t bytes = static_cast<size_t>(count) * sizeof(int64_t);
+  std::memcpy(out.tokens + at, from, bytes);
+  std::memcpy(out.labels + at, from + 1, bytes);
+  std::memset(out.valid + at, 1, static_cast<size_t>(count));
+  int64_t* const positions = out.positions + at;
+  float* const weights = out.weights + at;
+  int32_t* const documents = out.documents + at;
+  for (int64_t i = 0; i < count; ++i) positions[i] = position + i;
+  for (int64_t i = 0; i < count; ++i) weights[i] = 1.0f;
+  for (int64_t i = 0; i < count; ++i) documents[i] = document;
+}
+
 // `count` positions whose own token and depth-d target both lie in `from`.
 void write_inside(const Outputs& out, const int64_t* from, int64_t at, int64_t count,
                   int64_t position, int64_t step, int32_t document) {
@@ -60,16 +75,8 @@ void write_inside(const Outputs& out, const int64_t* from, int64_t at, int64_t c
     }
     return;
   }
-  for (int64_t i = 0; i < count; i += kBlock) {
-    const int64_t n = std::min(kBlock, count - i);
-    const size_t bytes = static_cast<size_t>(n) * sizeof(int64_t);
-    std::memcpy(out.tokens + at + i, from + i, bytes);
-    std::memcpy(out.labels + at + i, from + i + 1, bytes);
-    iota(out.positions + at + i, n, position + i, 1);
-    std::fill(out.weights + at + i, out.weights + at + i + n, 1.0f);
-    std::fill(out.documents + at + i, out.documents + at + i + n, document);
-    std::memset(out.valid + at + i, 1, static_cast<size_t>(n));
-  }
+  for (int64_t i = 0; i < count; i += kBlock)
+    write_block(out, from + i, at + i, std::min(kBlock, count - i), position + i, document);
 }
 
 void write_piece(const Outputs& out, const Source& src, const int64_t* beyond,
@@ -113,18 +120,50 @@ void write_piece(const Outputs& out, const Source& src, const int64_t* beyond,
   }
 }
 
+// Where each array lies in the buffer, in bytes; see BufferLayout.places.
+enum Place {
+  kTokens, kPositions, kLabels, kWeights, kDocuments, kValid, kReal, kPadded, kRowCounts, kPlaces
+};
+
+// The buffer, and the check that an array lies inside it.
+class Buffer {
+ public:
+  Buffer(py::array_t<uint8_t>& bytes, const py::tuple& places) : places_(places) {
+    const bool contiguous = (bytes.flags() & py::array::c_style) != 0;
+    if (bytes.ndim() != 1 || !contiguous) fail("buffer: must be contiguous bytes");
+    if (places.size() != kPlaces) fail("places: one for each array");
+    begin_ = bytes.mutable_data();
+    size_ = bytes.size();
+  }
+  template <class T>
+  T* at(Place place, int64_t count) const {
+    const auto offset = places_[place].cast<int64_t>();
+    if (offset < 0 || offset > size_ || count > (size_ - offset) / int64_t{sizeof(T)})
+      fail("buffer: too short");
+    uint8_t* const where = begin_ + offset;
+    if (reinterpret_cast<uintptr_t>(where) % alignof(T) != 0) fail("buffer: not aligned");
+    return reinterpret_cast<T*>(where);
+  }
+
+ private:
+  const py::tuple& places_;
+  uint8_t* begin_;
+  int64_t size_;
+};
+
 void materialise(const Rows& rows_array, const py::object& extra, const Array64& rows,
                  const Array64& offsets, const Array64& extents, const Array64& piece,
-                 int64_t step, int64_t token_fill, int64_t label_fill,
-                 py::array_t<int64_t>& tokens, py::array_t<int64_t>& positions,
-                 py::array_t<int64_t>& labels, py::array_t<float>& weights,
-                 py::array_t<int32_t>& documents, py::array_t<bool>& valid) {
+                 int64_t step, int64_t token_fill, int64_t label_fill, const Array32& real,
+                 const Array32& padded, const Array64& row_counts, int64_t size, int64_t depths,
+                 const py::tuple& places, py::array_t<uint8_t>& bytes) {
   const Source src = source(rows_array, "source");
   const Segments segments{span(rows, "rows"), span(offsets, "offsets"), span(extents, "extents")};
   const Span<Piece> list = pieces_of(piece);
   const int64_t count = segments.row.size;
   if (segments.offset.size != count || segments.extent.size != count) fail("offsets: one each");
   if (step < 1 || step > kMaxTokens) fail("step: must be 1 .. 2**31 - 1");
+  if (size < 0 || size > kMaxTokens) fail("size: must be 0 .. 2**31 - 1");
+  if (depths < 1 || depths > kMaxDepths) fail("depths: must be 1 .. 16");
   Array64 extra_array;
   const int64_t* beyond = nullptr;
   if (!extra.is_none()) {
@@ -132,24 +171,22 @@ void materialise(const Rows& rows_array, const py::object& extra, const Array64&
     if (span(extra_array, "extra").size != src.rows) fail("extra: one per row");
     beyond = extra_array.data();
   }
-  const int64_t size = tokens.size();
-  const auto check = [&](const py::array& array, int ndim, const char* name) {
-    const bool contiguous = (array.flags() & py::array::c_style) != 0;
-    const bool fits = array.ndim() == ndim && array.shape(ndim - 1) == size;
-    if (!contiguous || !fits) fail(std::string(name) + ": wrong shape, or not contiguous");
+  const Buffer buffer(bytes, places);
+  const auto copy = [&](Place place, const auto& values) {
+    using T = std::decay_t<decltype(values[0])>;
+    std::copy(values.data, values.data + values.size, buffer.at<T>(place, values.size));
   };
-  check(tokens, 1, "tokens");
-  check(positions, 1, "positions");
-  check(labels, 2, "labels");
-  check(weights, 2, "weights");
-  check(documents, 1, "documents");
-  check(valid, 1, "valid");
-  const int64_t depths = labels.shape(0);
-  if (depths < 1 || depths > kMaxDepths || weights.shape(0) != depths)
-    fail("labels: needs 1 to 16 depths, and as many weights");
-  const Outputs out{tokens.mutable_data(),    positions.mutable_data(), labels.mutable_data(),
-                    weights.mutable_data(),   documents.mutable_data(), valid.mutable_data(),
-                    size,                     depths};
+  copy(kReal, span(real, "cu_seqlens"));
+  copy(kPadded, span(padded, "cu_seqlens_padded"));
+  copy(kRowCounts, span(row_counts, "valid_tokens_per_row"));
+  const Outputs out{buffer.at<int64_t>(kTokens, size),
+                    buffer.at<int64_t>(kPositions, size),
+                    buffer.at<int64_t>(kLabels, size * depths),
+                    buffer.at<float>(kWeights, size * depths),
+                    buffer.at<int32_t>(kDocuments, size),
+                    buffer.at<bool>(kValid, size),
+                    size,
+                    depths};
   py::gil_scoped_release release;
   walk(
       list, std::min(count, kMaxTokens), size,
@@ -162,10 +199,9 @@ void materialise(const Rows& rows_array, const py::object& extra, const Array64&
 void bind_materialise(py::module_& m) {
   m.def("materialise", &materialise, py::arg("source"), py::arg("extra"), py::arg("rows"),
         py::arg("offsets"), py::arg("extents"), py::arg("piece"), py::arg("step"),
-        py::arg("token_fill"), py::arg("label_fill"), py::arg("tokens").noconvert(),
-        py::arg("positions").noconvert(), py::arg("labels").noconvert(),
-        py::arg("weights").noconvert(), py::arg("documents").noconvert(),
-        py::arg("valid").noconvert());
+        py::arg("token_fill"), py::arg("label_fill"), py::arg("cu_seqlens"),
+        py::arg("cu_seqlens_padded"), py::arg("valid_tokens_per_row"), py::arg("size"),
+        py::arg("depths"), py::arg("places"), py::arg("buffer").noconvert());
 }
 
 }  // namespace packed

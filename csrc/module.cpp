@@ -9,5 +9,6 @@ PYBIND11_MODULE(_C, m) {
   packed::bind_gather(m);
   packed::bind_materialise(m);
   packed::bind_partition(m);
+  packed::bind_affinity(m);
   packed::bind_packers(m);
 }

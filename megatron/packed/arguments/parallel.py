@@ -31,8 +31,8 @@ class ParallelConfig:
         "For a2a+p2p: processes of a group that shares heads, then number of groups.", at_least=1
     )
     magi_attn_chunk_size: int | None = flag(
-        "For dispatch: largest chunk, in tokens, that is handed to one process; by default 16 "
-        "chunks a process.",
+        "For dispatch: largest chunk, in tokens, that is handed to one process, as MagiAttention "
+        "does; by default 16 or more a process, and documents are kept together.",
         at_least=1,
     )
     sequence_parallel: bool = flag(

@@ -120,12 +120,15 @@ class _PackHelper(ContextParallelHelperBase):
         """
         if self.cp_size == 1:
             return None
+        kind = self.settings.selection.partition or "contiguous"
         return make_partition(
-            self.settings.selection.partition or "contiguous",
+            kind,
             cu_seqlens_padded,
             self.cp_size,
             cu_seqlens=cu_seqlens,
             chunk_size=self._chunk_size(cu_seqlens_padded if cu_seqlens is None else cu_seqlens),
+            # A chunk size asks for MagiAttention's own layout; without one less may travel.
+            affinity=kind == "dispatch" and self.settings.chunk_size is None,
         )
 
     def _chunk_size(self, cu_seqlens: Any) -> int | None:

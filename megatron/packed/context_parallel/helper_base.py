@@ -39,7 +39,8 @@ class HelperSettings:
         tp_size: tensor-parallel ranks.
         sequence_parallel: they share the tokens between their regions.
         hierarchical_sizes: for a2a+p2p, ranks of a group that shares heads, and groups.
-        chunk_size: for dispatch, tokens of the largest chunk; None for 16 chunks a rank.
+        chunk_size: for dispatch, tokens of the largest chunk, dealt as MagiAttention does; None for
+            16 or more chunks a rank that keep documents together.
         alignment_mode: `--packing-alignment`.
         layer_windows: sliding window of every layer, or of all of them; None for a layer that
             sees everything.

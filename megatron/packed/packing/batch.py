@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.packed.packing.buffer import BufferLayout
 from megatron.packed.packing.plan import PackPlan, chunk_edges
-from megatron.packed.packing.records import SegmentRecords
+from megatron.packed.packing.records import SegmentRecords, unknown_segments
 from megatron.packed.packing.views import PackStatistics, PartitionLike
 
 
@@ -243,7 +243,7 @@ class PackedBatch:
             ValueError: for records of another number of segments.
         """
         if segments is None:
-            segments = SegmentRecords.unknown(plan.num_segments)
+            segments = unknown_segments(plan.num_segments)
         if len(segments) != plan.num_segments:
             raise ValueError(f"segments: {len(segments)} records for {plan.num_segments} segments")
         view = plan.full if partition is None else plan.local(partition, rank)
@@ -257,19 +257,20 @@ class PackedBatch:
         # longer than the gathers.
         host = np.empty(layout.num_bytes, dtype=np.uint8)
         view.write(rows, layout, host)
-        arrays = layout.arrays(host)
-        arrays["segment_records"][:] = segments.integers
+        targets, token_weights = (
+            layout.array(host, n) for n in ("segment_targets", "token_weights")
+        )
         for depth in range(layout.depths):
-            arrays["segment_targets"][depth] = plan.segment_targets(depth, supervised)
+            targets[depth] = plan.segment_targets(depth, supervised)
             if supervised is not None:
                 left_out = ~view.target_mask(supervised, depth)
-                arrays["labels"][depth][left_out] = 0
-                arrays["loss_masks"][depth][left_out] = 0
+                layout.array(host, "labels")[depth][left_out] = 0
+                layout.array(host, "loss_masks")[depth][left_out] = 0
         statistics = plan.statistics
         if supervised is not None:
-            count = int(arrays["segment_targets"][0].sum())
-            statistics = replace(statistics, supervised_tokens=count)
-        arrays["segment_weights"][:] = arrays["token_weights"][:] = segments.weights
+            statistics = replace(statistics, supervised_tokens=int(targets[0].sum()))
+        layout.array(host, "segment_records")[:] = segments.integers
+        layout.array(host, "segment_weights")[:] = token_weights[:] = segments.weights
         params = PackedSeqParamsWithValidTokens(
             qkv_format="thd",
             max_seqlen_q=plan.max_seqlen_padded,
@@ -287,8 +288,8 @@ class PackedBatch:
             cp_rank=rank,
             attention=attention,
             segments=segments,
-            segment_targets=arrays["segment_targets"],
-            token_weights_host=arrays["token_weights"],
+            segment_targets=targets,
+            token_weights_host=token_weights,
         )
         layout.write_header(
             host,
@@ -345,31 +346,49 @@ class PackedBatch:
     ) -> PackedBatch:
         """Take views of a buffer on any device, and put them into `params`."""
 
-        def view(name: str) -> Tensor:
-            at, dtype, shape, num_bytes = layout.sections[name]
-            flat = buffer[at : at + num_bytes].view(_TORCH_DTYPES[dtype])
-            return flat.view(shape) if len(shape) > 1 else flat[None]
-
-        labels, weights = view("labels"), view("loss_masks")
-        position_ids, valid_mask = view("position_ids"), view("valid_mask")
-        cu_seqlens = padded = view("cu_seqlens")[0]
+        # One view of the bytes a dtype, then one strided view an array.
+        held = buffer if len(buffer) == layout.num_bytes else buffer[: layout.num_bytes]
+        words, halves = held.view(torch.int64), held.view(torch.int32)
+        first, first_half = words.storage_offset(), halves.storage_offset()
+        t, depths = layout.num_tokens, layout.depths
+        shape, strides = (1, t), (t, 1)
+        tokens, positions, labels, weights, documents, valid, real, padded, *_ = layout.places
+        position_ids = words.as_strided(shape, strides, first + positions // 8)
+        flags = buffer.as_strided(shape, strides, buffer.storage_offset() + valid)
+        valid_mask = flags.view(torch.bool)
+        label_rows = [
+            words.as_strided(shape, strides, first + labels // 8 + depth * t)
+            for depth in range(depths)
+        ]
+        weight_rows = [
+            halves.as_strided(shape, strides, first_half + weights // 4 + depth * t).view(
+                torch.float32
+            )
+            for depth in range(depths)
+        ]
+        bounds = (layout.num_segments + 1,)
+        cu_seqlens = cu_padded = halves.as_strided(bounds, (1,), first_half + real // 4)
         if params.cu_seqlens_padded_host is not params.cu_seqlens_host:
-            padded = view("cu_seqlens_padded")[0]
+            cu_padded = halves.as_strided(bounds, (1,), first_half + padded // 4)
         params.cu_seqlens_q = params.cu_seqlens_kv = cu_seqlens
-        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = padded
+        params.cu_seqlens_q_padded = params.cu_seqlens_kv_padded = cu_padded
         params.valid_local_token_mask = valid_mask
         params.position_ids = position_ids
-        document_ids = view("document_ids")
-        params.document_ids, params.token_weights = document_ids, view("token_weights")[0]
+        document_ids = halves.as_strided(shape, strides, first_half + documents // 4)
+        params.document_ids = document_ids
+        of_tokens = first + layout.places[-2] // 8
+        params.token_weights = words.as_strided((layout.num_segments,), (1,), of_tokens).view(
+            torch.float64
+        )
         return cls(
-            tokens=view("tokens"),
-            labels=labels[:1],
-            loss_mask=weights[:1],
+            tokens=words.as_strided(shape, strides, first + tokens // 8),
+            labels=label_rows[0],
+            loss_mask=weight_rows[0],
             position_ids=position_ids,
             valid_mask=valid_mask,
             document_ids=document_ids,
-            mtp_labels=list(labels[1:].split(1)) if layout.depths > 1 else [],
-            mtp_loss_masks=list(weights[1:].split(1)) if layout.depths > 1 else [],
+            mtp_labels=label_rows[1:],
+            mtp_loss_masks=weight_rows[1:],
             packed_seq_params=params,
             statistics=statistics,
             buffer=buffer,
@@ -420,10 +439,3 @@ _IN_HEADER = (
     "cp_rank",
 )
 _NUM_STATISTICS = len(fields(PackStatistics))
-_TORCH_DTYPES = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-    np.dtype(np.float64): torch.float64,
-    np.dtype(np.bool_): torch.bool,
-}

@@ -7,10 +7,10 @@ bytes.
 
 from __future__ import annotations
 
-import math
+import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,29 @@ from megatron.packed.packing.records import INTEGER_FIELDS
 HEADER_WORDS = 32
 _MAGIC = 0x4B434150  # "PACK"
 _ALIGN = 64
-_INT64, _INT32, _BOOL = map(np.dtype, (np.int64, np.int32, np.bool_))
-_FLOAT32, _FLOAT64 = map(np.dtype, (np.float32, np.float64))
+_HEADER = struct.Struct(f"={HEADER_WORDS}q")
+# Arrays in the order in which they lie behind the header: dtype, and dimensions, which are
+# t tokens, d depths, n segments, m boundaries, f fields of segment records, b rows.
+KINDS: dict[str, tuple[type, str]] = {
+    "tokens": (np.int64, "t"),
+    "position_ids": (np.int64, "t"),
+    "labels": (np.int64, "dt"),
+    "loss_masks": (np.float32, "dt"),
+    "document_ids": (np.int32, "t"),
+    "valid_mask": (np.bool_, "t"),
+    "cu_seqlens": (np.int32, "m"),
+    "cu_seqlens_padded": (np.int32, "m"),
+    "valid_tokens_per_row": (np.int64, "b"),
+    "segment_records": (np.int64, "fn"),
+    "segment_targets": (np.int64, "dn"),
+    "segment_weights": (np.float64, "n"),
+    "token_weights": (np.float64, "n"),
+}
+_NUMBER_OF = {name: number for number, name in enumerate(KINDS)}
 
 
-class Section(NamedTuple):
-    """Place of one array: byte offset, dtype, shape, length in bytes."""
-
-    offset: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    num_bytes: int
+def _up(size: int) -> int:
+    return size + -size % _ALIGN
 
 
 @dataclass(frozen=True)
@@ -50,38 +62,31 @@ class BufferLayout:
     num_rows: int
 
     @cached_property
-    def sections(self) -> dict[str, Section]:
-        """Where each array lies."""
+    def places(self) -> tuple[int, ...]:
+        """First byte of each array of `KINDS`, in that order, and the end."""
+        # Arithmetic and no loop: this runs for every micro-batch.
         t, d, n = self.num_tokens, self.depths, self.num_segments
-        wanted: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = [
-            ("header", _INT64, (HEADER_WORDS,)),
-            ("tokens", _INT64, (t,)),
-            ("position_ids", _INT64, (t,)),
-            ("labels", _INT64, (d, t)),
-            ("loss_masks", _FLOAT32, (d, t)),
-            ("document_ids", _INT32, (t,)),
-            ("valid_mask", _BOOL, (t,)),
-            ("cu_seqlens", _INT32, (n + 1,)),
-            ("cu_seqlens_padded", _INT32, (n + 1,)),
-            ("segment_records", _INT64, (len(INTEGER_FIELDS), n)),
-            ("segment_targets", _INT64, (d, n)),
-            ("segment_weights", _FLOAT64, (n,)),
-            ("token_weights", _FLOAT64, (n,)),
-            ("valid_tokens_per_row", _INT64, (self.num_rows,)),
-        ]
-        result = {}
-        at = 0
-        for name, dtype, shape in wanted:
-            section = Section(at, dtype, shape, math.prod(shape) * dtype.itemsize)
-            result[name] = section
-            at += section.num_bytes + -section.num_bytes % _ALIGN
-        return result
+        words, halves, bounds = _up(8 * t), _up(4 * t), _up(4 * n + 4)
+        tokens = 8 * HEADER_WORDS
+        positions = tokens + words
+        labels = positions + words
+        weights = labels + (words if d == 1 else _up(8 * t * d))
+        documents = weights + (halves if d == 1 else _up(4 * t * d))
+        valid = documents + halves
+        real = valid + _up(t)
+        padded = real + bounds
+        rows = padded + bounds
+        records = rows + _up(8 * self.num_rows)
+        targets = records + _up(8 * len(INTEGER_FIELDS) * n)
+        of_segments = targets + _up(8 * n * d)
+        of_tokens = of_segments + _up(8 * n)
+        first = tokens, positions, labels, weights, documents, valid, real, padded, rows
+        return *first, records, targets, of_segments, of_tokens, of_tokens + _up(8 * n)
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """Length of the buffer."""
-        last = self.sections["valid_tokens_per_row"]
-        return last.offset + last.num_bytes + -last.num_bytes % _ALIGN
+        return self.places[-1]
 
     def arrays(self, buffer: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """Views into a buffer by name; nothing is copied."""
@@ -89,20 +94,32 @@ class BufferLayout:
             raise ValueError(
                 f"buffer: needs {self.num_bytes} bytes, got {buffer.dtype} of {buffer.shape}"
             )
+        return {name: self.array(buffer, name) for name in KINDS}
+
+    def array(self, buffer: NDArray[np.uint8], name: str) -> NDArray[Any]:
+        """One array of a buffer of the right size."""
+        dtype, dimensions = KINDS[name]
+        shape = tuple([self._sizes[dimension] for dimension in dimensions])
+        return np.ndarray(shape, dtype, buffer, self.places[_NUMBER_OF[name]])
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
         return {
-            name: np.ndarray(section.shape, section.dtype, buffer, section.offset)
-            for name, section in self.sections.items()
+            "t": self.num_tokens,
+            "d": self.depths,
+            "n": self.num_segments,
+            "m": self.num_segments + 1,
+            "f": len(INTEGER_FIELDS),
+            "b": self.num_rows,
         }
 
     def write_header(self, buffer: NDArray[np.uint8], numbers: list[int]) -> None:
         """Write sizes and `numbers` (at most 24) into the header."""
-        header = np.ndarray((HEADER_WORDS,), np.int64, buffer, 0)
         sizes = self.num_tokens, self.depths, self.num_segments, self.num_rows
-        words = [_MAGIC, *sizes, *numbers]
-        if len(words) > HEADER_WORDS:
+        spare = HEADER_WORDS - 1 - len(sizes) - len(numbers)
+        if spare < 0:
             raise ValueError(f"numbers: {len(numbers)} don't fit in the header")
-        header[: len(words)] = words
-        header[len(words) :] = 0
+        _HEADER.pack_into(buffer.data, 0, _MAGIC, *sizes, *numbers, *(0,) * spare)
 
     @classmethod
     def read_header(cls, buffer: NDArray[np.uint8]) -> tuple[BufferLayout, list[int]]:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 INT64_MAX = 2**63 - 1
+_INT64 = np.dtype(np.int64)
 
 
 def integer_array(name: str, value: Any, ndim: int) -> NDArray[np.int64]:
@@ -16,6 +17,11 @@ def integer_array(name: str, value: Any, ndim: int) -> NDArray[np.int64]:
     Raises:
         ValueError: for a dtype that is not an integer, a wrong rank, or values past int64.
     """
+    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == ndim:
+        # The common case, several times a batch.
+        if not ndim or value.strides[-1] == 8 or not value.size:
+            return value
+        return np.ascontiguousarray(value)
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -41,6 +47,9 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     Raises:
         ValueError: for anything that is not an integer, past int64, or below `minimum`.
     """
+    lowest = -INT64_MAX - 1 if minimum is None else minimum
+    if type(value) is int and lowest <= value <= INT64_MAX:
+        return value  # the common case, several times a batch
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name}: must be an integer, got {value!r}")
     if not -INT64_MAX - 1 <= int(value) <= INT64_MAX:

@@ -37,7 +37,10 @@ def _load() -> ModuleType:
     if folder:
         return _from_folder(folder)
     try:
-        return importlib.import_module("megatron.packed._C")
+        module = importlib.import_module("megatron.packed._C")
+        missing = [name for name in reference.__all__ if not hasattr(module, name)]
+        if missing:
+            raise ImportError(f"it was built from older sources and lacks {', '.join(missing)}")
     except ImportError as error:
         warnings.warn(
             f"the C++ packing core is not available ({error}); the numpy reference is used, "
@@ -46,6 +49,7 @@ def _load() -> ModuleType:
             stacklevel=2,
         )
         return reference
+    return module
 
 
 core = _load()

@@ -18,7 +18,7 @@ token where the end of the row cuts the document.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -82,8 +82,7 @@ class PackPlan:
     @cached_property
     def full(self) -> PackView:
         """The whole pack as a view."""
-        whole = np.array([0]), np.array([self.total_tokens])
-        piece = core.pieces(self.lengths, self.cu_seqlens_padded, *whole, 1)
+        piece = core.whole_pieces(self.lengths, self.cu_seqlens_padded)
         return PackView(plan=self, pieces=piece, step=1, num_tokens=self.total_tokens)
 
     @property
@@ -181,13 +180,16 @@ class PackPlan:
     @cached_property
     def statistics(self) -> PackStatistics:
         """Counts of this pack."""
-        real = int(self.cu_seqlens[-1])
+        _, _, filled, supervised, squares = core.summary(
+            self.lengths, self.extents, self.cu_seqlens_padded
+        )
+        real = self.cu_seqlens.item(-1)
         return PackStatistics(
-            num_segments=int(np.count_nonzero(self.lengths)),
+            num_segments=filled,
             real_tokens=real,
             padded_tokens=self.total_tokens - real,
-            supervised_tokens=self.supervised_tokens(),
-            sum_squared_lengths=int(np.dot(self.lengths, self.lengths)),
+            supervised_tokens=supervised,
+            sum_squared_lengths=squares,
         )
 
     def check_source(self, rows: Any) -> Int64:
@@ -274,7 +276,12 @@ def chunk_edges(cu_seqlens_padded: Int32, num_chunks: int) -> list[int]:
 def as_alignment(alignment: Alignment | int) -> Alignment:
     if isinstance(alignment, Alignment):
         return alignment
-    return Alignment(segment=checks.integer("alignment", alignment, 1))
+    return _segment_alignment(checks.integer("alignment", alignment, 1))
+
+
+@lru_cache(maxsize=16)
+def _segment_alignment(multiple: int) -> Alignment:
+    return Alignment(segment=multiple)
 
 
 def assemble(
@@ -296,7 +303,7 @@ def assemble(
         rows = offsets = lengths = extents = np.zeros(1, dtype=np.int64)
         layout = None
     cu_seqlens, cu_padded = core.layout(lengths, alignment.segment) if layout is None else layout
-    aligned = int(cu_padded[-1])
+    aligned, real = cu_padded.item(-1), cu_seqlens.item(-1)
     multiple = alignment.pack_multiple
     total = max(aligned + (-aligned) % multiple, multiple)
     if capacity is not None:
@@ -316,12 +323,10 @@ def assemble(
         raise ValueError(f"tokens: a pack of {total} tokens exceeds 2**31 - 1")
     if total != aligned:
         cu_padded[-1] = total
-    max_seqlen = max_seqlen_padded = int(lengths.max())
-    if total == int(cu_seqlens[-1]):
+    if total == real:
         # No segment is shorter than its slot, or the ends would differ.
         cu_padded = cu_seqlens
-    else:
-        max_seqlen_padded = int(np.diff(cu_padded).max())
+    max_seqlen, max_seqlen_padded, *_ = core.summary(lengths, extents, cu_padded)
     return PackPlan(
         rows=rows,
         offsets=offsets,
@@ -337,5 +342,5 @@ def assemble(
         pad_id=pad_id,
         extra_token=extra_token,
         alignment=alignment,
-        whole_pack_valid_tokens=int(cu_seqlens[-1]),
+        whole_pack_valid_tokens=real,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,3 +79,12 @@ class SegmentRecords:
     def __getitem__(self, place: slice | Int64) -> SegmentRecords:
         """Records of some of the segments."""
         return self.from_arrays([x[place] for x in self.integers], self.weights[place])
+
+
+@lru_cache(maxsize=256)
+def unknown_segments(count: int) -> SegmentRecords:
+    """`SegmentRecords.unknown`, one object for all packs of so many segments: read-only."""
+    records = SegmentRecords.unknown(count)
+    for array in (*records.integers, records.weights):
+        array.flags.writeable = False
+    return records

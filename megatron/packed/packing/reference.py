@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.packed.packing.reference_affinity import settle_ranks
 from megatron.packed.packing.reference_packers import (
     best_fit,
     best_fit_decreasing,
@@ -54,6 +55,9 @@ __all__ = [
     "plan_rows",
     "position_ids",
     "scan",
+    "settle_ranks",
+    "summary",
+    "whole_pieces",
     "zigzag_runs",
 ]
 
@@ -129,12 +133,12 @@ def plan_rows(
     pad_id: int,
     row_lengths: Int64 | None,
     segment_multiple: int,
-) -> tuple[Int64, Int32, Int32, Int64, int]:
+) -> tuple[Int64, Int32, Int32, Int64]:
     """Scan, extents and layout of a batch of rows.
 
     Returns:
         int64 `[4, n]` (source row, offset, length, extent of each segment), real and aligned
-        boundaries int32 `[n + 1]`, valid tokens of each row int64 `[B]`, longest segment.
+        boundaries int32 `[n + 1]`, valid tokens of each row int64 `[B]`.
     """
     width = tokens.shape[1]
     rows, offsets, lengths, closed, valid = scan(tokens, eod_id, pad_id, row_lengths)
@@ -150,8 +154,32 @@ def plan_rows(
             raise ValueError("extra_token: negative token id in a row that is not padded")
         extents = lengths + goes_on
     real, padded = layout(lengths, segment_multiple)
-    longest = int(lengths.max()) if len(lengths) else 0
-    return np.stack([rows, offsets, lengths, extents]), real, padded, valid, longest
+    return np.stack([rows, offsets, lengths, extents]), real, padded, valid
+
+
+def summary(
+    lengths: Int64, extents: Int64, cu_seqlens_padded: Int32
+) -> tuple[int, int, int, int, int]:
+    """Sizes and counts of a pack.
+
+    Returns:
+        Longest segment, longest padded segment, segments with a token, positions with a depth-0
+        target, sum of squared lengths.
+    """
+    return (
+        int(lengths.max(initial=0)),
+        int(np.diff(cu_seqlens_padded).max(initial=0)),
+        int(np.count_nonzero(lengths)),
+        int(np.maximum(np.minimum(extents - 1, lengths), 0).sum()),
+        int(np.dot(lengths, lengths)),
+    )
+
+
+def whole_pieces(lengths: Int64, cu_seqlens_padded: Int32) -> Int64:
+    """`pieces` of the whole pack: one for every segment with a token, int64 `[m, 4]`."""
+    segment = np.flatnonzero(lengths > 0)
+    begin = cu_seqlens_padded[segment].astype(np.int64)
+    return np.stack([begin, segment, np.zeros_like(segment), lengths[segment]], axis=1)
 
 
 def pieces(
@@ -306,32 +334,45 @@ def materialise(
     step: int,
     token_fill: int,
     label_fill: int,
-    tokens: Int64,
-    positions: Int64,
-    labels: Int64,
-    weights: NDArray[np.float32],
-    documents: Int32,
-    valid: NDArray[np.bool_],
+    cu_seqlens: Int32,
+    cu_seqlens_padded: Int32,
+    valid_tokens_per_row: Int64,
+    size: int,
+    depths: int,
+    places: tuple[int, ...],
+    buffer: NDArray[np.uint8],
 ) -> None:
-    """Write all that a step reads into given arrays.
+    """Write all that a step reads into one buffer.
 
     Args:
         source, extra, rows, offsets, extents, piece, step: as in `gather`.
         token_fill: token of padding.
         label_fill: label of unsupervised positions.
-        tokens: int64 `[T]`.
-        positions: int64 `[T]`.
-        labels: int64 `[D, T]`, targets of depths 0 .. D - 1.
-        weights: float32 `[D, T]`, 1.0 where supervised.
-        documents: int32 `[T]`.
-        valid: bool `[T]`.
+        cu_seqlens, cu_seqlens_padded: int32 `[n + 1]`, copied.
+        valid_tokens_per_row: int64 `[B]`, copied.
+        size: T.
+        depths: D, target depths.
+        places: first byte of tokens int64 `[T]`, positions int64 `[T]`, labels int64 `[D, T]`,
+            weights float32 `[D, T]` (1.0 where supervised), document ids int32 `[T]`, valid mask
+            bool `[T]`, then of the three copies.
+        buffer: uint8, holds them all.
     """
-    size = len(tokens)
+
+    def array(place: int, dtype: type, *shape: int) -> Any:
+        return np.ndarray(shape, dtype, buffer, place)
+
+    tokens, positions = array(places[0], np.int64, size), array(places[1], np.int64, size)
+    labels = array(places[2], np.int64, depths, size)
+    weights = array(places[3], np.float32, depths, size)
+    documents, valid = array(places[4], np.int32, size), array(places[5], np.bool_, size)
     segments = (source, extra, rows, offsets, extents, piece, step)
     gather(*segments, 0, size, token_fill, tokens)
     position_ids(piece, step, size, positions)
     document_ids(piece, size, documents)
     np.greater_equal(documents, 0, out=valid)
-    for depth in range(len(labels)):
+    for depth in range(depths):
         gather(*segments, 1 + depth, size, label_fill, labels[depth])
         held_weights(extents, piece, step, 1 + depth, size, weights[depth])
+    array(places[6], np.int32, len(cu_seqlens))[:] = cu_seqlens
+    array(places[7], np.int32, len(cu_seqlens))[:] = cu_seqlens_padded
+    array(places[8], np.int64, len(valid_tokens_per_row))[:] = valid_tokens_per_row

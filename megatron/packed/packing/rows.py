@@ -62,7 +62,7 @@ def build_pack_plan(
 
     alignment = as_alignment(alignment)
     if boundaries is None:
-        segments, cu_seqlens, cu_padded, valid, _ = core.plan_rows(
+        segments, cu_seqlens, cu_padded, valid = core.plan_rows(
             source, extra, eod_id, pad_id, real_ids, alignment.segment
         )
         rows, offsets, lengths, extents = segments
@@ -82,7 +82,9 @@ def build_pack_plan(
                 goes_on &= (real_ids == width + 1)[rows]
             extents = lengths + goes_on
         layout = None
-    _check_counts(rows, lengths, valid, valid_tokens_per_row)
+    # Laid end to end, the segments end at their sum.
+    total = int(lengths.sum()) if layout is None else layout[0].item(-1)
+    _check_counts(rows, lengths, total, valid, valid_tokens_per_row)
     return assemble(
         rows=rows,
         offsets=offsets,
@@ -98,9 +100,9 @@ def build_pack_plan(
     )
 
 
-def _check_counts(rows: Int64, lengths: Int64, counts: Int64, expected: Any) -> None:
+def _check_counts(rows: Int64, lengths: Int64, total: int, counts: Int64, expected: Any) -> None:
     """Compare per-row counts: segments against the scan, the scan against the caller."""
-    if expected is None and int(counts.sum()) == int(lengths.sum()):
+    if expected is None and sum(counts.tolist()) == total:
         return
     found = np.bincount(rows, lengths, len(counts)) if len(rows) else np.zeros(len(counts))
     claims = [counts]

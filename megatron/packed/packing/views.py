@@ -127,7 +127,10 @@ class PackView:
         """
         plan = self.plan
         source = plan.check_source(rows)
-        arrays = layout.arrays(buffer)
+        if layout.num_tokens != self.num_tokens:
+            raise ValueError(
+                f"layout: made for {layout.num_tokens} tokens, the view has {self.num_tokens}"
+            )
         core.materialise(
             source,
             plan.extra_token if source.shape[1] == plan.row_width else None,
@@ -138,16 +141,14 @@ class PackView:
             self.step,
             max(plan.pad_id, 0) if token_fill is None else token_fill,
             label_fill,
-            arrays["tokens"],
-            arrays["position_ids"],
-            arrays["labels"],
-            arrays["loss_masks"],
-            arrays["document_ids"],
-            arrays["valid_mask"],
+            plan.cu_seqlens,
+            plan.cu_seqlens_padded,
+            plan.valid_tokens_per_row,
+            self.num_tokens,
+            layout.depths,
+            layout.places[:9],
+            buffer,
         )
-        arrays["cu_seqlens"][:] = plan.cu_seqlens
-        arrays["cu_seqlens_padded"][:] = plan.cu_seqlens_padded
-        arrays["valid_tokens_per_row"][:] = plan.valid_tokens_per_row
 
     def _gather(self, rows: Any, shift: int, fill: int) -> Int64:
         plan = self.plan

@@ -23,12 +23,14 @@ class Algorithm:
         sizes: context-parallel sizes it is tested with.
         partition: token partition, where it is not the default one.
         options: further options of `build_attention_plan`.
+        layout: further options of `make_partition`.
     """
 
     kind: str
     sizes: tuple[int, ...] = (1, 2, 3, 4)
     partition: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    layout: tuple[tuple[str, Any], ...] = ()
 
 
 # A new plan, or a new layout of an old one, is tested by adding one line.
@@ -41,6 +43,7 @@ ALGORITHMS = {
     "all_gather": Algorithm("all_gather"),
     "all_gather-dispatch": Algorithm("all_gather", sizes=(2, 3), partition="dispatch"),
     "dispatch": Algorithm("dispatch"),
+    "dispatch-affinity": Algorithm("dispatch", sizes=(2, 3, 4), layout=(("affinity", True),)),
     "dispatch-2-stages": Algorithm("dispatch", sizes=(4,), options=(("stages", 2),)),
     "a2a": Algorithm("a2a"),
     "a2a-zigzag": Algorithm("a2a", sizes=(2, 3), partition="zigzag"),
@@ -95,7 +98,11 @@ def make_case(
     )
     pack = PackPlan.from_documents(lengths, 0, alignment=alignment)
     partition = make_partition(
-        kind, pack.cu_seqlens_padded, cp_size, cu_seqlens=pack.cu_seqlens, **changes
+        kind,
+        pack.cu_seqlens_padded,
+        cp_size,
+        cu_seqlens=pack.cu_seqlens,
+        **dict(algorithm.layout) | changes,
     )
     plans = [
         build_attention_plan(

@@ -211,11 +211,18 @@ def test_bytes_are_counted():
         ("dispatch", 4, 128, 1.02, 0.60),
         ("dispatch", 8, 128, 1.02, 0.60),
         ("dispatch", 16, 128, 1.02, 0.60),
+        ("dispatch-affinity", 2, 32, 1.02, 0.60),
+        ("dispatch-affinity", 8, 32, 1.02, 0.60),
+        ("dispatch-affinity", 2, 128, 1.02, 0.40),
+        ("dispatch-affinity", 4, 128, 1.02, 0.40),
+        ("dispatch-affinity", 8, 128, 1.02, 0.40),
+        ("dispatch-affinity", 16, 128, 1.02, 0.40),
+        ("dispatch-affinity", 8, 512, 1.02, 0.20),
     ],
 )
 def test_balance_and_traffic(name, cp_size, tokens, balance, traffic, lengths):
     # The share that travels depends on how long documents are beside chunks: one document that
-    # fills the pack needs about 3/4 of all keys everywhere, whatever the layout.
+    # fills the pack needs 3/4 of all keys on two ranks, whatever the layout.
     align = 2 * cp_size if name == "p2p" else 1
     packs = [
         [max(n // align, 1) * align for n in pack] for pack in packs_of(lengths, tokens * 1024, 8)

@@ -29,6 +29,7 @@ from megatron.packed.context_parallel.context_parallel_helper import helper_sett
 from megatron.packed.context_parallel.helper_base import HelperSettings
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.packing import Alignment, PackPlan
+from megatron.packed.packing.partition import make_partition
 
 from .helper_cases import CASES, PACKED, config_of, cut
 
@@ -280,6 +281,17 @@ def test_known_answers():
         settings = HelperSettings(select(True, "auto", None), case["cp"], 0)
         partition = _build(settings).partition(case["cu_seqlens_padded"], case["cu_seqlens"])
         assert partition.real_tokens().tolist() == [ends[-1] for ends in case["both"]]
+
+
+def test_a_chunk_size_asks_for_the_layout_of_magi_attention():
+    cu_seqlens = np.arange(9) * 64
+    for chunk_size, affinity in ((32, False), (None, True)):
+        settings = HelperSettings(select(True, "magi", None), 2, 0, chunk_size=chunk_size)
+        ours = _build(settings).partition(cu_seqlens)
+        expected = make_partition(
+            "dispatch", cu_seqlens, 2, chunk_size=chunk_size, affinity=affinity
+        )
+        assert np.array_equal(ours.permutation(), expected.permutation())
 
 
 def _build(settings):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from megatron.packed.packing import (
     native,
     reference,
 )
+from megatron.packed.packing.buffer import BufferLayout
 
 ROOT = Path(__file__).parents[3]
 INT64 = np.iinfo(np.int64)
@@ -99,20 +101,19 @@ def test_pieces_and_gathers(lengths, kind, cp, depth):
                 same(getattr(core, name)(*arguments), getattr(reference, name)(*arguments))
         same(core.position_ids(piece, step, size), reference.position_ids(piece, step, size))
         same(core.document_ids(piece, size), reference.document_ids(piece, size))
-        outputs = [
-            [
-                np.full(size, -9),
-                np.full(size, -9),
-                np.full((depth + 1, size), -9),
-                np.full((depth + 1, size), -9, dtype=np.float32),
-                np.full(size, -9, dtype=np.int32),
-                np.ones(size, dtype=bool),
-            ]
-            for _ in range(2)
-        ]
-        core.materialise(*segments, 3, 4, *outputs[0])
-        reference.materialise(*segments, 3, 4, *outputs[1])
-        same(tuple(outputs[0]), tuple(outputs[1]))
+        layout = BufferLayout(size, depth + 1, plan.num_segments, 1)
+        buffers = [np.full(layout.num_bytes + 8, 7, dtype=np.uint8) for _ in range(2)]
+        bounds = plan.cu_seqlens, plan.cu_seqlens_padded, plan.valid_tokens_per_row
+        for module, buffer in zip((core, reference), buffers, strict=True):
+            place = size, depth + 1, layout.places[:9], buffer
+            module.materialise(*segments, 3, 4, *bounds, *place)
+        same(*buffers)
+    whole = (plan.lengths, plan.cu_seqlens_padded)
+    same(core.whole_pieces(*whole), reference.whole_pieces(*whole))
+    every = np.array([0]), np.array([plan.total_tokens]), 1
+    same(core.whole_pieces(*whole), reference.pieces(*whole, *every))
+    counts = (plan.lengths, plan.extents, plan.cu_seqlens_padded)
+    assert core.summary(*counts) == reference.summary(*counts)
 
 
 @needs_native
@@ -138,6 +139,34 @@ def test_partition_routines(lengths, cp, data):
     same(core.dispatch_ranks(areas, classes, cp), reference.dispatch_ranks(areas, classes, cp))
     permutation = np.array(data.draw(st.permutations(range(len(lengths)))), dtype=np.int64)
     same(core.inverse_permutation(permutation), reference.inverse_permutation(permutation))
+
+
+@needs_native
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 5), st.data())
+def test_settling(lengths, cp, data):
+    length = np.array(lengths, dtype=np.int64)
+    length[-1] += -length.sum() % cp
+    per_rank = data.draw(st.integers(0, min(8, length.sum() // cp)))
+    edges = np.arange(per_rank * cp + 1) * length.sum() // max(per_rank * cp, 1)
+    size = np.diff(edges)
+    real = np.array([data.draw(st.integers(0, n)) for n in length.tolist()], dtype=np.int64)
+    begins = np.cumsum(length) - length
+    areas = core.chunk_areas(begins, real, edges)
+    start = np.array(data.draw(st.permutations([*range(cp)] * per_rank)), dtype=np.int64)
+    arguments = (start, areas, size - size.min(initial=99), begins, real, edges, cp)
+    ranks, rows = core.settle_ranks(*arguments)
+    same((ranks, rows), reference.settle_ranks(*arguments))
+    # Rows of the documents over an edge, up to the end of each rank's last chunk of it.
+    needed = 0
+    for begin, end in zip(begins.tolist(), (begins + real).tolist(), strict=True):
+        touched = [c for c in range(len(size)) if edges[c] < end and edges[c + 1] > begin]
+        if len(touched) > 1:
+            last = {ranks[c]: min(edges[c + 1], end) for c in touched}
+            needed += sum(last.values()) - begin * len(last)
+    assert rows == needed
+    pairs = sorted(zip(start.tolist(), size.tolist(), strict=True))
+    assert sorted(zip(ranks.tolist(), size.tolist(), strict=True)) == pairs
 
 
 # ---- malformed arguments -----------------------------------------------------------------------
@@ -229,6 +258,7 @@ HOSTILE = st.one_of(
 )
 ARRAY = st.lists(HOSTILE, max_size=5).map(lambda x: np.array(x, dtype=np.int64))
 ARRAY32 = st.lists(st.integers(-3, 12), max_size=5).map(lambda x: np.array(x, dtype=np.int32))
+SMALL = st.lists(st.integers(0, 2), max_size=4).map(lambda x: np.array(x, dtype=np.int64))
 PIECES = st.lists(st.lists(HOSTILE, min_size=4, max_size=4), max_size=4).map(
     lambda x: np.array(x, dtype=np.int64).reshape(-1, 4)
 )
@@ -282,13 +312,16 @@ def test_the_extension_never_leaves_its_buffers(data):
             draw(HOSTILE),
             0,
             0,
-            np.zeros(size, np.int64),
-            np.zeros(size, np.int64),
-            np.zeros((2, size), np.int64),
-            np.zeros((2, size), np.float32),
-            np.zeros(size, np.int32),
-            np.zeros(size, bool),
+            draw(ARRAY32),
+            draw(ARRAY32),
+            draw(ARRAY),
+            draw(st.integers(-1, size) | HOSTILE),
+            draw(st.integers(-1, 3) | HOSTILE),
+            tuple(draw(st.integers(-8, 64) | HOSTILE) for _ in range(draw(st.integers(8, 10)))),
+            np.zeros(draw(st.integers(0, 4000)), np.uint8),
         ),
+        "summary": lambda: core.summary(draw(ARRAY), draw(ARRAY), draw(ARRAY32)),
+        "whole_pieces": lambda: core.whole_pieces(draw(ARRAY), draw(ARRAY32)),
         "held_mask": lambda: core.held_mask(
             draw(ARRAY), draw(PIECES), draw(HOSTILE), draw(HOSTILE), size
         ),
@@ -299,6 +332,22 @@ def test_the_extension_never_leaves_its_buffers(data):
         "chunk_areas": lambda: core.chunk_areas(draw(ARRAY), draw(ARRAY), draw(ARRAY)),
         "dispatch_ranks": lambda: core.dispatch_ranks(
             draw(ARRAY), draw(ARRAY), draw(st.integers(-1, 4))
+        ),
+        "settle_ranks": lambda: core.settle_ranks(
+            draw(SMALL),
+            draw(ARRAY),
+            draw(SMALL),
+            draw(ARRAY),
+            draw(ARRAY),
+            draw(ARRAY),
+            draw(st.integers(-1, 4)),
+        ),
+        "settle_ranks of a pack": lambda: core.settle_ranks(
+            *(np.array(draw(st.lists(st.integers(0, 2), min_size=4, max_size=4))) for _ in "rak"),
+            draw(SMALL),
+            draw(SMALL),
+            np.cumsum([0] + draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))),
+            3,
         ),
         "next_fit": lambda: core.next_fit(draw(ARRAY), draw(st.integers(-1, 99)), draw(HOSTILE)),
         "best_fit": lambda: core.best_fit(draw(ARRAY), draw(st.integers(-1, 99)), draw(ARRAY)),
@@ -347,6 +396,17 @@ print(json.dumps([native.is_native, texts, plan.cu_seqlens_padded.tolist()]))
     is_native, texts, padded = json.loads(done.stdout)
     assert not is_native and padded == [0, 4, 8]
     assert len(texts) == 1 and "build_ext --inplace" in texts[0]
+
+
+def test_an_extension_of_older_sources_is_not_used(monkeypatch):
+    old = types.ModuleType("megatron.packed._C")
+    for name in set(reference.__all__) - {"summary"}:
+        setattr(old, name, None)
+    monkeypatch.setitem(sys.modules, "megatron.packed._C", old)
+    monkeypatch.delenv("MEGATRON_PACKED_EXTENSION_DIR", raising=False)
+    monkeypatch.delenv("MEGATRON_PACKED_NATIVE", raising=False)
+    with pytest.warns(RuntimeWarning, match="older sources and lacks summary.*build_ext"):
+        assert native._load() is reference
 
 
 def test_the_environment_chooses_the_core(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -173,6 +174,80 @@ def test_balance(kind, chunk_size, bound, cp):
     work = attention_work(plan, part)
     assert work.sum() == (lengths * (lengths + 1) // 2).sum()
     assert work.max() / work.mean() <= bound
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(0, 400), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.sampled_from([None, 1, 4]),
+)
+def test_affinity_shares_the_pack_exactly(lengths, cp, chunk_size):
+    alignment = Alignment.for_layout(
+        partition="dispatch", cp_size=cp, chunk_size=chunk_size or 1, sequence_parallel=True
+    )
+    plan = PackPlan.from_documents(lengths, 0, alignment=alignment)
+    part = make_partition(
+        "dispatch",
+        plan.cu_seqlens_padded,
+        cp,
+        cu_seqlens=plan.cu_seqlens,
+        chunk_size=chunk_size,
+        affinity=True,
+    )
+    assert sorted(part.permutation()) == list(range(plan.total_tokens))
+    assert {len(part.indices(rank)) for rank in range(cp)} == {plan.total_tokens // cp}
+
+
+def rows_needed(ranks, chunk):
+    """Rows of one document that ranks need, given the rank of each of its equal chunks."""
+    return sum(chunk * (max(np.flatnonzero(np.array(ranks) == r)) + 1) for r in set(ranks))
+
+
+@pytest.mark.parametrize(("cp", "count"), [(2, 8), (2, 12), (3, 6)])
+def test_affinity_finds_the_best_layout_of_one_document(cp, count):
+    # Of all ways to share the chunks evenly, with work balanced to one per cent.
+    part = make_partition("dispatch", [0, 8 * count], cp, chunk_size=8, affinity=True)
+    work = np.arange(8 * count).reshape(count, 8).sum(1) + 8
+    limit = work.sum() // cp * 1.01
+    best = min(
+        rows_needed(ranks, 8)
+        for ranks in itertools.product(range(cp), repeat=count)
+        if np.bincount(ranks, minlength=cp).max() == count // cp
+        and np.bincount(ranks, work, cp).max() <= limit
+    )
+    assert rows_needed(part.chunk_ranks.tolist(), 8) == best
+    assert np.bincount(part.chunk_ranks, work, cp).max() <= limit
+    if cp == 2:
+        # Three quarters of a ring: see docs/context_parallel.md.
+        assert best - 8 * count == 0.75 * 8 * count
+
+
+def test_affinity_keeps_whole_documents_on_a_rank():
+    lengths = np.array([64, 96, 64, 96, 64, 96, 64, 96])
+    document = np.repeat(np.arange(8), lengths // 32)
+
+    def whole(affinity):
+        part = make_partition(
+            "dispatch", np.cumsum([0, *lengths]), 2, chunk_size=32, affinity=affinity
+        )
+        return sum(len(set(part.chunk_ranks[document == d])) == 1 for d in range(8))
+
+    assert whole(affinity=True) == 8
+    assert whole(affinity=False) == 6
+
+
+def test_affinity_cuts_finer_where_one_chunk_outweighs_a_share():
+    # One document of 4,096 tokens among single tokens, on eight ranks.
+    cu_seqlens = np.cumsum([0, 4096, *[1] * (64 * 1024 - 4096)])
+    part = make_partition("dispatch", cu_seqlens, 8, affinity=True)
+    plan = PackPlan.from_documents(np.diff(cu_seqlens), 0)
+    work = attention_work(plan, part)
+    assert work.max() / work.mean() <= 1.02
+    assert len(part.chunk_ranks) > 8 * 16
+    for kind in ("zigzag", "striped"):
+        with pytest.raises(ValueError, match="only dispatch has it"):
+            make_partition(kind, [0, 16], 2, affinity=True)
 
 
 def test_dispatch_areas_count_real_pairs_only():
