@@ -82,12 +82,26 @@ class DocumentPacker(ABC):
         counters.capacity_tokens += self.capacity
         return DocumentPack(pieces, self._ready_epoch)
 
+    def _hand_out_ready(self) -> list[DocumentPack]:
+        """Hand out all packs that are ready at once: they are counted together."""
+        if not self._ready:
+            return []
+        ready = list(self._ready)
+        self._ready.clear()
+        counters = self.stream.counters
+        counters.packs += len(ready)
+        counters.real_tokens += int(np.concatenate(ready)[:, LENGTH].sum())
+        counters.capacity_tokens += self.capacity * len(ready)
+        epoch = self._ready_epoch
+        return [DocumentPack(pieces, epoch) for pieces in ready]
+
     def epoch_packs(self) -> list[DocumentPack]:
         """All packs up to the end of the current epoch."""
         first = self.next_pack()
-        packs = [first]
+        packs = [first, *self._hand_out_ready()]
         while self._ready or self._has_open() or not self.stream.epoch_ended:
             packs.append(self.next_pack())
+            packs += self._hand_out_ready()
         return packs
 
     def state_dict(self) -> dict[str, Any]:
