@@ -115,6 +115,16 @@ def test_context_parallel_equals_one_process(
     check_parity(run(worker_pool, world_size, flags), one_process(kind))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shapes", ["", "--packed-sequence-capacity 512"], ids=["vary", "fixed"])
+def test_four_pipeline_stages(shapes: str, worker_pool: WorkerPools, data_flags: str) -> None:
+    """Eight processes: stages in the middle hold neither embedding nor loss, nor their neighbours'
+    packs' lengths, unless all packs have one."""
+    flags = f"{COMMON} {PACKED} {data_flags} --num-layers 4 --global-batch-size 8"
+    layout = f"--context-parallel-size 2 --pipeline-model-parallel-size 4 {shapes}"
+    check_parity(run(worker_pool, 8, f"{flags} {layout}"), run(worker_pool, 1, flags))
+
+
 def _look_at_a_rank(trainer: Any) -> dict[str, Any]:
     """What a rank draws dropout from, and its share of the next micro-batch."""
     import torch

@@ -103,6 +103,11 @@ class TransformerEngineCoreAttention(MegatronModule):
         engine = _engine()
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         check_supported(config, attn_mask_type, attention_type, dropout, unused)
+        if config.softmax_type != "vanilla":
+            raise ConfigurationError(
+                f"--softmax-type {config.softmax_type}: TransformerEngine's attention is used with "
+                "the plain softmax alone; use --attention-backend flash"
+            )
         tp_group = getattr(pg_collection, "tp", None)
         cp_group = getattr(pg_collection, "cp", None)
         if tp_group is None:

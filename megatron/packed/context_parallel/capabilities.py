@@ -218,6 +218,7 @@ class AttentionShape:
         value_width: channels of a value head.
         cp_size: context-parallel ranks.
         windows: some layer has a sliding window.
+        sinks: the softmax has sinks (`--softmax-type` off-by-one or learnable).
         cut_rows: rows attend inside their documents alone (`--reset-attention-mask`).
         fp8: matrix products are in FP8.
         half: tensors are bf16 or fp16.
@@ -229,6 +230,7 @@ class AttentionShape:
     value_width: int
     cp_size: int
     windows: bool = False
+    sinks: bool = False
     cut_rows: bool = False
     fp8: bool = False
     half: bool = True
@@ -245,6 +247,8 @@ def transformer_engine_lacks(selection: Selection, shape: AttentionShape) -> str
         return f"it wants the zigzag of every segment, not the partition {selection.partition}"
     if shape.windows and any(each.transformer_engine != "windows" for each in kinds):
         return "it has sliding windows with all_gather and a2a alone"
+    if shape.sinks:
+        return "its softmax is asked for sinks, which no test here has tried"
     ranks = shape.cp_size if any(each.shares_heads for each in kinds) else 1
     if shape.heads % ranks or shape.kv_heads % ranks:
         return (
@@ -265,6 +269,8 @@ def magi_lacks(selection: Selection, shape: AttentionShape, alignment_mode: str)
         return f"it has no exchange like {others[0]}"
     if alignment_mode == "segment":
         return "it wants packs that are padded at their end alone"
+    if shape.sinks:
+        return "its softmax is asked for sinks, which no test here has tried"
     if shape.width != shape.value_width:
         return f"heads of {shape.width} and {shape.value_width} channels differ"
     if shape.width % 8 or shape.width > 192:

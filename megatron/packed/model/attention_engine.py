@@ -43,6 +43,7 @@ def attention_shape(config: Config, transformer_config: TransformerConfig) -> At
         value_width=value_width,
         cp_size=transformer_config.context_parallel_size,
         windows=transformer_config.window_size is not None,
+        sinks=transformer_config.softmax_type != "vanilla",
         cut_rows=_has_cut_rows(config),
         fp8=transformer_config.fp8 is not None,
         half=transformer_config.bf16 or transformer_config.fp16,

@@ -133,6 +133,8 @@ def test_a_missing_package_and_what_it_lacks_are_named(engine, monkeypatch):
     world = World(2)
     with pytest.raises(ConfigurationError, match="--attention-dropout 0.1"):
         attention(world, 0, attention_dropout=0.1)
+    with pytest.raises(ConfigurationError, match="--softmax-type off-by-one"):
+        attention(world, 0, softmax_type="off-by-one")
     q = torch.zeros(4, HEADS, 8)
     with pytest.raises(ValueError, match="attention_bias, attention_mask"):
         attention(world, 0)(q, q, q, torch.zeros(1))

@@ -74,6 +74,7 @@ def test_fused_is_transformer_engines_where_it_can(installed):
             {},
             "4 heads and 1 key-value heads",
         ),
+        (FUSED, 2, {"softmax_type": "learnable"}, "asked for sinks"),
         (FUSED, 2, {"fp8": "hybrid"}, "no FP8 with packed sequences"),
         (PACKED + "--attention-backend fused ", 2, {}, "bf16 and fp16 alone"),
         (
@@ -134,6 +135,7 @@ def test_elsewhere_nobody_asks_for_magi(hopper):
     [
         (MAGI + "--cp-comm-type dispatch a2a ", "no exchange like a2a"),
         (MAGI + "--packing-alignment segment ", "padded at their end alone"),
+        (MAGI + "--softmax-type off-by-one ", "asked for sinks"),
         (MAGI + "--kv-channels 12 ", "12 channels are no multiple of 8"),
         (PACKED + "--attention-backend magi ", "bf16 and fp16 alone"),
     ],
