@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.packed.arguments.declare import Replaced, derived, flag, required
+from megatron.packed.arguments.fim import FimFields
 from megatron.packed.arguments.tokenizer import TokenizerFields
 
 STRATEGIES = (
@@ -25,7 +26,7 @@ _CHECKED_CACHE = Replaced(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(TokenizerFields):
+class DataConfig(TokenizerFields, FimFields):
     """Where tokens come from and how a row is cut from them."""
 
     SECTION: ClassVar[str] = "data and dataloader"

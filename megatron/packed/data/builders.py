@@ -22,7 +22,13 @@ from megatron.packed.data.blends import (
     validation_sets,
 )
 from megatron.packed.data.document_corpus import DocumentCorpus, build_document_corpora
-from megatron.packed.data.row_dataset import BlendedRowDataset, MockRowDataset, RowDataset
+from megatron.packed.data.fim import build_fim
+from megatron.packed.data.row_dataset import (
+    BlendedRowDataset,
+    MockRowDataset,
+    RowDataset,
+    RowDatasetConfig,
+)
 from megatron.packed.data.supervised_corpus import encode_corpora
 from megatron.packed.data.validation import SampleCounts, check_cache_folder, validate_data
 from megatron.packed.errors import ConfigurationError, DataError
@@ -171,13 +177,14 @@ class _RowDatasetBuilder(BlendedMegatronDatasetBuilder):
 
 def _core_config(
     config: Config, corpora: Corpora | None, tokenizer: PackedTokenizer
-) -> GPTDatasetConfig:
+) -> RowDatasetConfig:
     blend, per_split = None, None
     if corpora is not None:
         blend = corpora.blend.as_core() if corpora.blend is not None else None
         if corpora.per_split is not None:
             per_split = [each.as_core() if each is not None else None for each in corpora.per_split]
-    return GPTDatasetConfig(
+    return RowDatasetConfig(
+        fim=build_fim(config, tokenizer),
         random_seed=config.training.seed,
         sequence_length=config.data.seq_length,
         blend=blend,

@@ -17,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.packed.data.blends import Corpora, split_of
+from megatron.packed.data.fim import FillInTheMiddle, build_fim
 from megatron.packed.data.supervised_corpus import SUFFIX
 from megatron.packed.errors import DataError
 
@@ -77,10 +78,15 @@ class DocumentCorpus:
         parts: corpora in the blend's order.
         weights: shares of tokens to draw from each; None draws every document once an epoch.
         vocab_size: ids that the tokenizer has.
+        fim: changes documents as they are read (`--fim-data`).
     """
 
     def __init__(
-        self, parts: Sequence[CorpusPart], weights: Sequence[float] | None, vocab_size: int
+        self,
+        parts: Sequence[CorpusPart],
+        weights: Sequence[float] | None,
+        vocab_size: int,
+        fim: FillInTheMiddle | None = None,
     ) -> None:
         self.parts = list(parts)
         self.weights = weights
@@ -93,6 +99,23 @@ class DocumentCorpus:
         )
         sizes = [part.last - part.first for part in parts]
         self._starts = [0, *numpy.cumsum(sizes).tolist()]
+        self._fim: FillInTheMiddle | None = None
+        if fim is not None:
+            self._begin_changing(fim)
+
+    def _begin_changing(self, fim: FillInTheMiddle) -> None:
+        chosen = fim.chosen(self.lengths)
+        if fim.reads_content:
+            lengths = self.lengths.copy()
+            for document in numpy.flatnonzero(chosen).tolist():
+                lengths[document] = len(fim.document(self._whole(document), document))
+        else:
+            lengths = self.lengths + 3 * chosen
+        self.lengths, self._chosen, self._fim = lengths, chosen, fim
+
+    def _whole(self, document: int) -> numpy.ndarray:
+        part, local = self.locate(document)
+        return self._checked(part, local, 0, part.store.get(local)).astype(numpy.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -133,9 +156,17 @@ class DocumentCorpus:
         Raises:
             DataError: if a token id is outside the tokenizer's vocabulary.
         """
+        if self._fim is not None and self._chosen[document]:
+            changed = self._fim.document(self._whole(document), document)
+            return changed[offset : offset + length]
         part, local = self.locate(document)
         tokens = part.store.get(local, offset=offset, length=length)
-        if length and (tokens.max() >= self.vocab_size or tokens.min() < 0):
+        return self._checked(part, local, offset, tokens)
+
+    def _checked(
+        self, part: CorpusPart, local: int, offset: int, tokens: numpy.ndarray
+    ) -> numpy.ndarray:
+        if len(tokens) and (tokens.max() >= self.vocab_size or tokens.min() < 0):
             bad = int(numpy.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
             raise DataError(
                 f"token id {int(tokens[bad])} in document {local} of {part.name} (offset "
@@ -254,6 +285,7 @@ def build_document_corpora(
         One for each split, None where it has no share or nothing is asked of it.
     """
     opened: dict[str, TokenStore] = {}
+    fim = build_fim(config, tokenizer)
     suffix = SUFFIX if config.sft.sft else None
 
     def open_store(prefix: str) -> TokenStore:
@@ -281,5 +313,5 @@ def build_document_corpora(
                 for name in blend.prefixes
             ]
         weights = blend.weights if blend is not None else None
-        result.append(DocumentCorpus(parts, weights, tokenizer.vocab_size))
+        result.append(DocumentCorpus(parts, weights, tokenizer.vocab_size, fim))
     return result

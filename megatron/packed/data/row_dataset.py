@@ -17,13 +17,15 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
+from megatron.packed.data.fim import FillInTheMiddle
 from megatron.packed.errors import DataError
 
 _INDEX_FILES = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
@@ -63,6 +65,9 @@ class RowMixin:
                 f"{document_ids[0]}..{document_ids[-1]}) is outside the tokenizer's "
                 f"[0, {tokenizer.vocab_size}); preprocess the corpus again with this tokenizer"
             )
+        fim = getattr(self.config, "fim", None)
+        if fim is not None and length:
+            return self._changed(fim, idx, text, length, document_ids, document_lengths)
         return {
             "text": text,
             "length": length,
@@ -70,6 +75,26 @@ class RowMixin:
             "document_lengths": document_lengths,
             "document_offset": int(self.sample_index[self.shuffle_index[idx]][1]),
             "document_sizes": self.dataset.sequence_lengths[document_ids].astype(numpy.int64),
+        }
+
+    def _changed(
+        self: Any,
+        fim: FillInTheMiddle,
+        idx: int,
+        text: numpy.ndarray,
+        length: int,
+        document_ids: numpy.ndarray,
+        document_lengths: numpy.ndarray,
+    ) -> dict[str, Any]:
+        """The row after `--fim-data`; what documents were as stored means nothing any more."""
+        changed, lengths = fim.row(text[:length], document_lengths, idx)
+        text[: len(changed)] = changed
+        text[len(changed) :] = self.config.tokenizer.pad
+        return {
+            "text": text,
+            "length": len(changed),
+            "document_ids": document_ids[: len(lengths)],
+            "document_lengths": lengths,
         }
 
     def _document_lengths(self: Any, idx: int) -> numpy.ndarray:
@@ -101,6 +126,13 @@ class RowMixin:
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
         build = super()._build_document_sample_shuffle_indices  # type: ignore[misc]
         return _rebuild_if_broken(build, folder, stem, _INDEX_FILES)
+
+
+@dataclass
+class RowDatasetConfig(GPTDatasetConfig):
+    """megatron-core's, and what happens to rows once they are read."""
+
+    fim: FillInTheMiddle | None = None
 
 
 class RowDataset(RowMixin, GPTDataset):

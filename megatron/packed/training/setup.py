@@ -8,6 +8,7 @@ import torch
 
 from megatron.packed.arguments import Config, config_report, replacement_report
 from megatron.packed.data.blends import training_datasets
+from megatron.packed.data.fim import add_fim_tokens
 from megatron.packed.data.tokenizers import PackedTokenizer, build_tokenizer, padded_vocab_size
 from megatron.packed.loss.calculation import LossCalculationHelper
 from megatron.packed.model.builder import build_model, count_parameters
@@ -146,7 +147,9 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
         DataError: corpora, tokenizer or folders that can't be used.
     """
     writers = open_writers(config, environment.rank)
-    tokenizer = build_tokenizer(config.data)
+    tokenizer, added = add_fim_tokens(config, build_tokenizer(config.data))
+    if added:
+        print_rank_0(f"--fim-data adds to the vocabulary: {' '.join(added)}")
     print_rank_0(f"vocabulary: {tokenizer.vocab_size}, padded to {padded_vocab(config, tokenizer)}")
     start_microbatch_calculator(config)
     require_save_folder(config)

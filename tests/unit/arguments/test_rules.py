@@ -149,6 +149,7 @@ BROKEN = [
         "--sft-tokenizer-prompt-format chatml: is how --sft",
         1,
     ),
+    ("fill_in_the_middle", "--fim-data", "--fim-data: --mock-data has no text to change", 1),
     ("dataloader", "--dataloader-type external", "external is refused: it takes iterators", 1),
     (
         "validation_sets",

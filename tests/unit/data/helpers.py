@@ -46,6 +46,7 @@ def run_config(**data: object) -> SimpleNamespace:
         "train_data_path": None,
         "valid_data_path": None,
         "test_data_path": None,
+        "fim_data": False,
         "data_args_path": None,
         "per_split_data_args_path": None,
         "per_dataset_sequences_path": None,

@@ -101,6 +101,21 @@ def tokenizer(config: Config) -> Iterator[str]:
         yield f"{asked}: needs --vocab-size, it has no vocabulary of its own"
 
 
+def fill_in_the_middle(config: Config) -> Iterator[str]:
+    data = config.data
+    if not data.fim_data:
+        return
+    if data.mock_data:
+        yield "--fim-data: --mock-data has no text to change; give a corpus as --data-path"
+    if config.sft.sft:
+        yield "--fim-data: would cut conversations apart; leave out it or --sft"
+    if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
+        yield (
+            "--fim-split-sample and --fim-fragment-rate: belong together, the token that splits a "
+            "document and the share of its fragments that are changed; give both or neither"
+        )
+
+
 def experiment_name(config: Config) -> Iterator[str]:
     logging = config.logging
     if logging.wandb_project and not logging.wandb_exp_name:
@@ -113,5 +128,6 @@ RULES = (
     validation_sets,
     split_proportions,
     tokenizer,
+    fill_in_the_middle,
     experiment_name,
 )
