@@ -82,7 +82,7 @@ class PackedGPTModel(GPTModel):
         if self.config.sequence_parallel:
             group = self.pg_collection.tp
             cut = slots.chunk(group.size(), dim=1)[group.rank()].contiguous()
-        for layer in moe_layers(getattr(self, "mtp", None)):
+        for _, layer in moe_layers(getattr(self, "mtp", None)):
             layer.slots_of_batch = cut
         return slots if self.pre_process else cut
 

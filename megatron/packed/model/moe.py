@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -51,6 +52,15 @@ class PackedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
             if isinstance(counts, Tensor) and not counts.is_cuda:
                 setattr(self, name, counts.tolist())
         return super().token_dispatch(tokens, probs)
+
+
+class ExpertOutputLinear(RowParallelLinear):
+    """Second layer of an expert with a bias, which megatron-core adds in place: not to a view."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Multiply; arguments and results are the base class's."""
+        output, bias = super().forward(input_)
+        return output if bias is None else output.clone(), bias
 
 
 class PackedMoELayer(MoELayer):
@@ -124,9 +134,14 @@ def use_packed_experts(layer: ModuleSpec) -> None:
     mlp = layer.submodules.mlp
     mlp.module = PackedMoELayer
     mlp.submodules.router = PackedRouter
+    experts = mlp.submodules.experts.submodules
+    if getattr(experts, "linear_fc2", None) is RowParallelLinear:
+        experts.linear_fc2 = ExpertOutputLinear
 
 
-def moe_layers(model: torch.nn.Module | None) -> Iterator[PackedMoELayer]:
-    """The layers of a model that have experts, in order."""
+def moe_layers(model: torch.nn.Module | None) -> Iterator[tuple[str, PackedMoELayer]]:
+    """The layers of a model that have experts, by their names, in order."""
     if model is not None:
-        yield from (each for each in model.modules() if isinstance(each, PackedMoELayer))
+        for name, module in model.named_modules():
+            if isinstance(module, PackedMoELayer):
+                yield name, module

@@ -155,7 +155,11 @@ class PackedRouter(TopKRouter):
             coefficient = self.get_aux_loss_coeff(kind)
             if coefficient:
                 share = self._loss_share(kind, scores, chosen, slots)
-                probs = self._attach(probs, share, coefficient, name)
+                # Shares of all replicas add up to one loss; what is averaged is one a replica.
+                replicas = 1
+                if kind == "global_aux_loss":
+                    replicas = self.tp_dp_cp_group.size() // self.tp_cp_group.size()
+                probs = self._attach(probs, share, coefficient, name, replicas)
         return probs
 
     def _loss_share(
@@ -164,14 +168,9 @@ class PackedRouter(TopKRouter):
         group = self.tp_cp_group
         if kind == "global_aux_loss":
             group = self.tp_dp_cp_group
-            share = routing.global_balancing_loss(
+            return routing.global_balancing_loss(
                 scores, chosen, self.global_tokens_per_expert, group
             )
-            # Shares of all replicas add up to one loss; one loss a replica is what is averaged.
-            replicas = group.size() // self.tp_cp_group.size()
-            if self.calculate_per_token_loss:
-                return share
-            return LossShare(share.weighted * replicas, share.tokens)
         if kind == "aux_loss":
             sequence = torch.zeros_like(slots.sequence)
             return routing.balancing_loss(scores, chosen, sequence, 1, group)
@@ -179,10 +178,20 @@ class PackedRouter(TopKRouter):
         count = int(routing.reduced(count, group, torch.distributed.ReduceOp.MAX))
         return routing.balancing_loss(scores, chosen, slots.sequence, count, group)
 
-    def _attach(self, carrier: Tensor, share: LossShare, coefficient: float, name: str) -> Tensor:
-        """Let a loss flow into the backward pass of `carrier`, and note its value."""
-        value = share.mean.detach()
-        known = self.losses.get(name)
-        self.losses[name] = value.float() if known is None else known + value.float()
-        loss = share.weighted if self.calculate_per_token_loss else share.mean
+    def _attach(
+        self, carrier: Tensor, share: LossShare, coefficient: float, name: str, replicas: int = 1
+    ) -> Tensor:
+        """Let a loss flow into the backward pass of `carrier`, and note its value.
+
+        Args:
+            carrier: whose gradient brings the loss's along.
+            share: this rank's part.
+            coefficient: of the loss.
+            name: it is logged under.
+            replicas: data-parallel ranks whose shares make up one loss.
+        """
+        mean = share.mean * replicas
+        value = mean.detach().double()
+        self.losses[name] = self.losses.get(name, 0.0) + value
+        loss = share.weighted if self.calculate_per_token_loss else mean
         return moe_utils.MoEAuxLossAutoScaler.apply(carrier, loss * coefficient)

@@ -45,8 +45,11 @@ class FlopsCounter:
         model = config.model
         hidden = model.hidden_size
         attention, pair = _attention_products(config)
-        mlp = (3 if model.gated else 2) * hidden * model.ffn_hidden_size
-        products = model.num_layers * (attention + mlp) + hidden * padded_vocab_size
+        products = model.num_layers * attention + hidden * padded_vocab_size
+        products += sum(
+            _feed_forward_products(config, experts)
+            for experts in config.moe.expert_layers(model.num_layers)
+        )
         windows = config.attention.layer_windows(model.num_layers)
         windowed = sum(window is not None for window in windows)
         return cls(
@@ -67,6 +70,18 @@ class FlopsCounter:
         pairs = (sum_squared_lengths + tokens) // 2
         attention = pairs * self.per_pair + windowed_pairs * self.per_windowed_pair
         return tokens * self.per_token + attention
+
+
+def _feed_forward_products(config: Config, experts: bool) -> int:
+    """Multiply-adds of a token in one layer: of the experts, those that it is sent to."""
+    model, moe = config.model, config.moe
+    hidden, matrices = model.hidden_size, 3 if model.gated else 2
+    if not experts:
+        return matrices * hidden * model.ffn_hidden_size
+    assert moe.num_experts is not None
+    shared = moe.moe_shared_expert_intermediate_size or 0
+    width = moe.moe_router_topk * moe.moe_ffn_hidden_size + shared
+    return matrices * hidden * width + hidden * (moe.num_experts + moe.moe_shared_expert_gate)
 
 
 def attended_pairs(lengths: NDArray[np.int64], window: int) -> int:

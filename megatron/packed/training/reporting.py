@@ -91,6 +91,12 @@ class Reporter:
             if count:
                 add(name, total / count, iteration)
                 add(f"{name} vs samples", total / count, consumed_samples)
+        for name, value in step.expert_losses.means().items():
+            add(name, value, iteration)
+        if self.config.moe.moe_per_layer_logging:
+            for name, values in step.expert_losses.by_layer.items():
+                for layer, value in enumerate(values):
+                    add(f"moe/{name}_layer_{layer}", value, iteration)
         if step.grad_norm is not None:
             add("grad-norm", step.grad_norm, iteration)
             add("grad-norm vs samples", step.grad_norm, consumed_samples)
@@ -194,6 +200,9 @@ class Reporter:
         if loss_count:
             parts.append(f"lm loss: {loss_sum / loss_count:.6E}")
         parts += [f"{name}: {mean:.6E}" for name, mean in self._other_means().items()]
+        for name in last.expert_losses.by_layer:
+            mean = sum(step.expert_losses.means()[name] for step in self._steps)
+            parts.append(f"{name}: {mean / len(self._steps):.6E}")
         parts.append("loss scale: 1.0")
         if last.grad_norm is not None:
             parts.append(f"grad norm: {last.grad_norm:.3f}")

@@ -22,6 +22,7 @@ from megatron.packed.loss.calculation import LM_LOSS, OBJECTIVE, LossCalculation
 from megatron.packed.packing.batch import PackedSeqParamsWithValidTokens
 from megatron.packed.training.batches import MicroBatch, MicroBatchIterator
 from megatron.packed.training.document_losses import DocumentLosses
+from megatron.packed.training.expert_losses import ExpertLosses, collect_expert_losses
 from megatron.packed.training.pipeline import StepShape, forward_backward
 
 Totals = dict[str, tuple[float, float]]
@@ -72,6 +73,7 @@ class StepResult:
         num_zeros_in_grad: zero entries of the gradient, if counted.
         updated: whether the weights moved.
         reports: (sum, count) over the global batch of whatever else is reported.
+        expert_losses: losses of the routers; none in a dense model.
     """
 
     loss_sum: float
@@ -80,6 +82,7 @@ class StepResult:
     num_zeros_in_grad: float | None
     updated: bool
     reports: Totals = field(default_factory=dict)
+    expert_losses: ExpertLosses = field(default_factory=ExpertLosses)
 
     @property
     def loss(self) -> float:
@@ -270,6 +273,9 @@ class TrainStep:
             )
             names = self.forward.loss.report_names
             totals = by_name(reduce_reports(reports, names, self.device), names)
+            expert_losses = collect_expert_losses(
+                self.model, self.transformer_config, num_microbatches, self.device
+            )
         loss_sum, loss_count = totals.pop(LM_LOSS)
         if self.check_for_nan:
             self._check_finite(loss_sum, batches, global_batch_size)
@@ -293,6 +299,7 @@ class TrainStep:
             num_zeros_in_grad=None if num_zeros is None else float(num_zeros),
             updated=bool(updated),
             reports=totals,
+            expert_losses=expert_losses,
         )
 
     @staticmethod

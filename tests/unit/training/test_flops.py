@@ -14,7 +14,7 @@ PADDED_VOCAB = 128
 def _brute_force(flags: str, lengths: list[int]) -> int:
     """Multiply and add token by token, pair by pair; backward costs twice the forward pass."""
     model = config(flags).model
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    hidden = model.hidden_size
     total = 0
     for length in lengths:
         for position in range(length):
@@ -22,9 +22,25 @@ def _brute_force(flags: str, lengths: list[int]) -> int:
                 attend = _latent_heads if "latent" in flags else _plain_heads
                 narrow = "window" in flags and ("skip" not in flags or layer % 2 == 0)
                 total += attend(flags, min(position + 1, 4) if narrow else position + 1)
-                total += (3 if "glu" in flags else 2) * 2 * hidden * ffn
+                total += _feed_forward(flags, layer)
             total += 2 * hidden * PADDED_VOCAB
     return 3 * total
+
+
+def _feed_forward(flags: str, layer: int) -> int:
+    """One token through a layer's dense or chosen experts."""
+    model = config(flags).model
+    matrices, hidden = 3 if "glu" in flags else 2, model.hidden_size
+    if "experts" not in flags or ("freq" in flags and layer == 0):
+        return matrices * 2 * hidden * model.ffn_hidden_size
+    total = 0
+    for _ in range(4):
+        total += 2 * hidden  # a logit
+    for _ in range(3):
+        total += matrices * 2 * hidden * 24
+    if "shared" in flags:
+        total += matrices * 2 * hidden * 40 + 2 * hidden
+    return total
 
 
 def _plain_heads(flags: str, keys: int) -> int:
@@ -33,7 +49,7 @@ def _plain_heads(flags: str, keys: int) -> int:
     head, hidden = model.kv_channels, model.hidden_size
     for _ in range(model.num_attention_heads):
         total += 2 * hidden * head  # query
-        total += 2 * hidden * head if "gate" in flags else 0
+        total += 2 * hidden * head if "output-gate" in flags else 0
         total += 2 * head * hidden  # its part of the output projection
         for _ in range(keys):
             total += 2 * head + 2 * head  # score, and weighted value
@@ -62,6 +78,9 @@ LATENT = (
 )
 
 
+EXPERTS = "--num-experts 4 --moe-router-topk 3 --moe-ffn-hidden-size 24 --disable-bias-linear "
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -73,6 +92,9 @@ LATENT = (
         "--attention-output-gate --kv-channels 8",
         "--window-size 3,0",
         "--window-size 3,0 --window-attn-skip-freq 2 --num-layers 3",
+        EXPERTS,
+        EXPERTS + "--swiglu --num-layers 3 --moe-layer-freq ([0]*1+[1]*2)",
+        EXPERTS + "--moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
         LATENT,
         LATENT + "--q-lora-rank 20",
     ],

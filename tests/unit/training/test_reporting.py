@@ -13,6 +13,7 @@ import torch
 from megatron.packed.errors import ConfigurationError, DataError
 from megatron.packed.training.batches import BatchStatistics
 from megatron.packed.training.evaluation import EvaluationResult
+from megatron.packed.training.expert_losses import ExpertLosses
 from megatron.packed.training.flops import FlopsCounter
 from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.step import StepResult
@@ -69,6 +70,27 @@ def _lines(
         reporter.record(step, iteration, 8 * iteration, 1e-3)
     reporter.report(len(steps), 8 * len(steps), 1e-3, STATISTICS, norm)
     return capsys.readouterr().out.splitlines()
+
+
+def test_losses_of_experts_are_logged_by_upstreams_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    steps = [
+        StepResult(10.0, 4.0, 1.0, None, True, expert_losses=ExpertLosses({"z_loss": values}, 2))
+        for values in ((0.0, 1.0, 3.0), (0.0, 2.0, 4.0))
+    ]
+    line = _lines(capsys, steps)[0]
+    assert "lm loss: 2.500000E+00 | z_loss: 2.500000E+00 | loss scale" in line
+    recorder = Recorder()
+    flags = "--num-experts 2 --moe-per-layer-logging --tensorboard-log-interval 1"
+    _reporter(flags, [recorder]).record(steps[0], 1, 8, 1e-3)
+    assert ("z_loss", 2.0, 1) in recorder.points
+    assert ("moe/z_loss_layer_2", 3.0, 1) in recorder.points
+    recorder = Recorder()
+    _reporter("--num-experts 2 --tensorboard-log-interval 1", [recorder]).record(
+        steps[0], 1, 8, 1e-3
+    )
+    assert not any(name.startswith("moe/") for name in recorder.names)
 
 
 def test_iteration_line_as_upstream_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
