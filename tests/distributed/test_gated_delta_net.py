@@ -55,6 +55,16 @@ def test_packs_equal_rows_with_resets(
     check(run(worker_pool, 1, f"{RUN} {RESETS} --micro-batch-size 2 {data_flags}"), packed)
 
 
+def test_heads_are_normalised_by_layer_norm_where_layers_are(
+    worker_pool: WorkerPools, data_flags: str, packed: RankResult
+) -> None:
+    flags = f"{RUN} {PACKED} --normalization LayerNorm {data_flags}"
+    one = run(worker_pool, 1, flags)
+    check(run(worker_pool, 2, flags + " --tensor-model-parallel-size 2"), one)
+    assert one.losses != pytest.approx(packed.losses, rel=1e-5)
+    assert any("norm_bias" in name for name in one.gradient)
+
+
 def test_the_recurrent_layers_are_there_and_learn(packed: RankResult) -> None:
     names = {name for name in packed.gradient if "A_log" in name}
     assert {int(name.split(".")[2]) for name in names} == {0, 2}

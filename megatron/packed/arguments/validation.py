@@ -89,18 +89,8 @@ def _default_split(config: Config) -> str | None:
 
 def _follow_upstream(config: Config) -> Config:
     """Apply what upstream's own validation decides from other flags."""
+    config = _drop_what_has_no_effect(config)
     model, training = config.model, config.training
-    if not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
-        config = _substitute(
-            config,
-            "num_query_groups",
-            model.num_attention_heads,
-            "without --group-query-attention every head has its own keys and values",
-        )
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        config = _substitute(
-            config, "sequence_parallel", False, "with one tensor-parallel process nothing is shared"
-        )
     implied: dict[str, Any] = {}
     if model.use_rotary_position_embeddings:
         implied["position_embedding_type"] = "rope"
@@ -131,6 +121,28 @@ def _follow_upstream(config: Config) -> Config:
     return config.with_values(
         {d: v for d, v in implied.items() if config.get(d) != v}, source=DERIVED
     )
+
+
+def _drop_what_has_no_effect(config: Config) -> Config:
+    """Undo what means nothing beside other flags, saying so to who asked for it."""
+    model, training = config.model, config.training
+    if not model.group_query_attention and model.num_query_groups != model.num_attention_heads:
+        config = _substitute(
+            config,
+            "num_query_groups",
+            model.num_attention_heads,
+            "without --group-query-attention every head has its own keys and values",
+        )
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        config = _substitute(
+            config, "sequence_parallel", False, "with one tensor-parallel process nothing is shared"
+        )
+    if training.recompute_granularity is None and not training.recompute_activations:
+        for dest in ("recompute_method", "recompute_num_layers"):
+            if config.get(dest) is not None:
+                why = "without --recompute-granularity there is nothing to recompute"
+                config = _substitute(config, dest, None, why, "no recomputation")
+    return config
 
 
 def _other_spellings(config: Config) -> Config:

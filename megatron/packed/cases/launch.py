@@ -187,17 +187,23 @@ def outcome(launched: Launched, steps: int) -> Outcome:
 
 
 def _message(launched: Launched) -> str:
-    """The error of the first rank that left with one, in a line."""
-    for rank in sorted(launched.codes, key=lambda rank: (not launched.codes[rank], rank)):
-        text = _read(launched.folder / f"err.{rank}").strip()
-        if text and launched.codes[rank]:
-            lines = text.splitlines()
-            if "Traceback" in text:
-                return f"rank {rank}: Traceback: {lines[-1]}"
-            starts = [i for i, line in enumerate(lines) if line.startswith("error: ")]
-            lines = lines[starts[-1] :] if starts else lines[-1:]
-            return " ".join(line.strip() for line in lines).removeprefix("error: ")
-    return f"exit codes {sorted(set(launched.codes.values()))}, nothing said"
+    """The error of the first rank that left with one, in a line; tracebacks come first."""
+    said = {
+        rank: _read(launched.folder / f"err.{rank}").strip()
+        for rank, code in sorted(launched.codes.items())
+        if code
+    }
+    for rank, text in said.items():
+        if "Traceback" in text:
+            return f"rank {rank}: Traceback: {text.splitlines()[-1]}"
+    for text in said.values():
+        lines = text.splitlines()
+        starts = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+        if starts:
+            whole = " ".join(line.strip() for line in lines[starts[-1] :])
+            return whole.removeprefix("error: ")
+    last = next((text.splitlines()[-1] for text in said.values() if text), "nothing said")
+    return f"exit codes {sorted(set(launched.codes.values()))}: {last}"
 
 
 def _read(path: Path) -> str:

@@ -81,6 +81,10 @@ class GatedDeltaNet(MegatronModule):
         centred = config.layernorm_zero_centered_gamma
         self.norm_weight = self._parameter(self.value_width)
         self.norm_weight.data.fill_(0.0 if centred else 1.0)
+        self.norm_bias = None
+        if config.normalization == "LayerNorm":
+            self.norm_bias = self._parameter(self.value_width)
+            self.norm_bias.data.zero_()
         self.out_proj = RowParallelLinear(
             value_heads * share * self.value_width,
             config.hidden_size,
@@ -152,15 +156,16 @@ class GatedDeltaNet(MegatronModule):
         return (self._norm(y) * F.silu(z.to(exact))).flatten(-2)
 
     def _norm(self, y: Tensor) -> Tensor:
-        # Every rank has its own heads and so its own part of the gain's gradient.
+        """RMSNorm or LayerNorm of each head's output."""
+        # Every rank has its own heads and so its own part of these parameters' gradients.
         gain = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group).to(y)
         if self.config.layernorm_zero_centered_gamma:
             gain = gain + 1
-        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self._epsilon) * gain
-
-    @property
-    def _epsilon(self) -> float:
-        return self.config.layernorm_epsilon
+        if self.norm_bias is None:
+            mean_square = y.square().mean(-1, keepdim=True)
+            return y * torch.rsqrt(mean_square + self.config.layernorm_epsilon) * gain
+        bias = copy_to_tensor_model_parallel_region(self.norm_bias, group=self.tp_group).to(y)
+        return F.layer_norm(y, (self.value_width,), gain, bias, self.config.layernorm_epsilon)
 
     def sharded_state_dict(
         self,

@@ -111,7 +111,6 @@ BROKEN = [
         "not selective",
         1,
     ),
-    ("recompute", "--recompute-num-layers 1", "not none", 1),
     ("learning_rate", "--min-lr 0.1", "--min-lr 0.1: must be at most --lr 0.001", 1),
     ("learning_rate", "--lr-warmup-init 0.1", "--lr-warmup-init 0.1", 1),
     ("warmup", "--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "exclude each other", 1),
@@ -328,41 +327,35 @@ BROKEN = [
     ),
     (
         "linear_layers",
-        f"{DELTA} --normalization RMSNorm --linear-attention-freq [1,0]",
+        f"{DELTA} --linear-attention-freq [1,0]",
         "--linear-attention-freq .*must have a 0 or 1 for each of --num-layers 4",
         1,
     ),
     (
         "linear_layers",
-        f"{DELTA} --normalization RMSNorm --linear-attention-freq often",
+        f"{DELTA} --linear-attention-freq often",
         "--linear-attention-freq often: 'often': must be a whole number",
         1,
     ),
-    ("linear_layers", f"{DELTA} --normalization RMSNorm", "is needed to say which layers", 1),
+    ("linear_layers", f"{DELTA}", "is needed to say which layers", 1),
     (
         "linear_heads",
-        f"{DELTA} --normalization RMSNorm --linear-attention-freq 2 --linear-num-key-heads 5",
+        f"{DELTA} --linear-attention-freq 2 --linear-num-key-heads 5",
         "--linear-num-value-heads 32: must be a multiple of --linear-num-key-heads 5",
         1,
     ),
     (
         "linear_heads",
-        f"{DELTA} --normalization RMSNorm --linear-attention-freq 2 --linear-num-key-heads 2 "
+        f"{DELTA} --linear-attention-freq 2 --linear-num-key-heads 2 "
         "--tensor-model-parallel-size 4",
         "--linear-num-key-heads 2: must be a multiple of --tensor-model-parallel-size 4",
         4,
     ),
     (
         "linear_layer_surroundings",
-        f"{DELTA} --normalization RMSNorm --linear-attention-freq 2 --context-parallel-size 2",
+        f"{DELTA} --linear-attention-freq 2 --context-parallel-size 2",
         "isn't spread over --context-parallel-size 2",
         2,
-    ),
-    (
-        "linear_layer_surroundings",
-        f"{DELTA} --linear-attention-freq 2",
-        "give --normalization RMSNorm in place of LayerNorm",
-        1,
     ),
     (
         "sparse_attention",

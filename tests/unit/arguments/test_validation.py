@@ -90,6 +90,14 @@ def test_sequence_parallel_is_off_with_one_tensor_parallel_process() -> None:
     assert [row.flag for row in config.replacements] == ["--sequence-parallel"]
 
 
+def test_how_to_recompute_means_nothing_without_what() -> None:
+    config = build("--recompute-method uniform --recompute-num-layers 1")
+    assert config.training.recompute_method is None
+    assert config.training.recompute_num_layers is None
+    rows = {row.flag: row.used for row in config.replacements}
+    assert rows["--recompute-method"] == rows["--recompute-num-layers"] == "no recomputation"
+
+
 def test_query_groups_need_their_switch() -> None:
     assert build("--num-query-groups 2").model.num_query_groups == 4
     grouped = build("--num-query-groups 2 --group-query-attention")

@@ -59,11 +59,6 @@ def linear_layer_surroundings(config: Config) -> Iterator[str]:
             f"{VARIANT} gated_delta_net: a recurrence isn't spread over "
             f"--context-parallel-size {config.parallel.context_parallel_size}; use 1"
         )
-    if config.model.normalization != "RMSNorm":
-        yield (
-            f"{VARIANT} gated_delta_net: its heads are normalised by RMSNorm; give "
-            f"--normalization RMSNorm in place of {config.model.normalization}"
-        )
 
 
 RULES = (sparse_attention, linear_layers, linear_heads, linear_layer_surroundings)

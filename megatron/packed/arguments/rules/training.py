@@ -37,10 +37,10 @@ def recompute(config: Config) -> Iterator[str]:
                     f"--recompute-num-layers {layers}: a pipeline stage has {stage} layers; "
                     "use at most that many"
                 )
-    elif method is not None or layers is not None:
+    elif granularity is not None and (method is not None or layers is not None):
         yield (
             "--recompute-method and --recompute-num-layers: need --recompute-granularity full, "
-            f"not {granularity or 'none'}; leave them out or ask for full"
+            f"not {granularity}; leave them out or ask for full"
         )
 
 
