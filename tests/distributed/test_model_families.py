@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.distributed.documents import DocumentResult, run_documents, run_pack
-from tests.distributed.harness import RankResult, relative_l2, run
+from tests.distributed.harness import RankResult, assert_bitwise_equal, relative_l2, run
 from tests.distributed.pool import WorkerPools
 from tests.distributed.test_packed_documents import COMMON, PIECES, SAMPLES
 
@@ -151,3 +151,39 @@ def test_families_are_different_models(one_by_one: Callable[[str], DocumentResul
     by_value = sorted(losses.items(), key=lambda item: item[1])
     for (one, first), (other, second) in zip(by_value, by_value[1:], strict=False):
         assert second - first > 1e-6 * first, f"{one} and {other} are the same"
+
+
+RECOMPUTED = {
+    "core_attn": ("llama", "one", "core_attn"),
+    "layernorm": ("gpt3", "tp2-sp", "layernorm"),
+    "mlp": ("squared-relu", "pp2", "mlp"),
+    "mla_up_proj": ("latent", "ring", "mla_up_proj"),
+    "all": ("latent-sinks", "magi", "core_attn layernorm mla_up_proj mlp"),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputed_modules_change_no_bit(name: str, worker_pool: WorkerPools) -> None:
+    family, layout, modules = RECOMPUTED[name]
+    world_size, flags = LAYOUTS[layout]
+    command = f"{COMMON} {FAMILIES[family]} {flags}"
+    selective = f"--recompute-granularity selective --recompute-modules {modules}"
+    _same_bits(run(worker_pool, world_size, command, rows=SAMPLES), command, selective, worker_pool)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("latent", "magi"), ("sinks", "ring-pp2")])
+@pytest.mark.parametrize("method", ["uniform", "block"])
+def test_recomputed_layers_change_no_bit(
+    family: str, layout: str, method: str, worker_pool: WorkerPools
+) -> None:
+    world_size, flags = LAYOUTS[layout]
+    command = f"{COMMON} {FAMILIES[family]} {flags}"
+    full = f"--recompute-granularity full --recompute-method {method} --recompute-num-layers 1"
+    _same_bits(run(worker_pool, world_size, command, rows=SAMPLES), command, full, worker_pool)
+
+
+def _same_bits(plain: RankResult, command: str, more: str, pools: WorkerPools) -> None:
+    again = run(pools, len(plain.extra), f"{command} {more}", rows=SAMPLES)
+    assert again.losses == plain.losses
+    assert_bitwise_equal(again.gradient, plain.gradient)
+    assert_bitwise_equal(again.final_weights, plain.final_weights)

@@ -70,6 +70,19 @@ class TrainingConfig:
         "Layers of one unit (uniform), or recomputed layers of each stage (block).", at_least=1
     )
 
+    recompute_modules: tuple[str, ...] | None = flag(
+        "With selective granularity: what is recomputed; by default core_attn.",
+        choices=(
+            "core_attn",
+            "layernorm",
+            "mla_up_proj",
+            "mlp",
+            "moe",
+            "moe_act",
+            "shared_experts",
+        ),
+    )
+
     @property
     def params_dtype_name(self) -> str:
         """`bfloat16` or `float32`: the attribute of torch that parameters use."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.packed.model.activations import bias_swiglu_impl
+from megatron.packed.model.recomputation import PlainCheckpointWithoutOutput, checkpoint
 from megatron.packed.model.rotary import apply_rotary_pos_emb
 from megatron.packed.model.uneven import gather_along_first_dim, reduce_scatter_along_first_dim
 
@@ -37,6 +38,26 @@ class Patch:
 
 
 PATCHES = (
+    Patch(
+        module="megatron.core.tensor_parallel",
+        name="checkpoint",
+        replacement=checkpoint,
+        reason=(
+            "TransformerLayer recomputes its MLP by this name. Upstream's makes the bias that the "
+            "MLP returns part of its own history, and the backward pass never ends."
+        ),
+        versions="0.16.1",
+    ),
+    Patch(
+        module="megatron.core.tensor_parallel",
+        name="CheckpointWithoutOutput",
+        replacement=PlainCheckpointWithoutOutput,
+        reason=(
+            "TransformerLayer and the experts make one by its name there, without fp8, and it then "
+            "asks TransformerEngine whether fp8 is on: a NameError without that package."
+        ),
+        versions="0.16.1",
+    ),
     Patch(
         module="megatron.core.transformer.attention",
         name="apply_rotary_pos_emb",

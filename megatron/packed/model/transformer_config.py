@@ -166,6 +166,14 @@ def _experts(config: Config) -> dict[str, Any]:
     }
 
 
+def _recomputed_modules(config: Config) -> list[str] | None:
+    """What selective recomputation drops; expert by expert, there is no grouped activation."""
+    modules = config.training.recompute_modules
+    if modules is None:
+        return None
+    return [name for name in modules if name != "moe_act" or config.moe.moe_grouped_gemm]
+
+
 def build_transformer_config(config: Config) -> TransformerConfig:
     """Translate a validated configuration.
 
@@ -218,6 +226,7 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,
+        recompute_modules=_recomputed_modules(config),
         bias_activation_fusion=_fuses_activation(config),
         bias_dropout_fusion=config.kernels.bias_dropout_fusion,
         masked_softmax_fusion=config.kernels.masked_softmax_fusion,

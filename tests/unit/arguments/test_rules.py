@@ -18,6 +18,26 @@ DELTA = "--experimental-attention-variant gated_delta_net"
 
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
 BROKEN = [
+    (
+        "recomputed_modules",
+        "--recompute-modules mlp",
+        "--recompute-modules mlp: needs --recompute-granularity selective",
+        1,
+    ),
+    *(
+        (
+            "recomputed_modules",
+            f"--recompute-granularity selective --recompute-modules mlp {name}",
+            f"--recompute-modules {name}: needs {flag}",
+            1,
+        )
+        for name, flag in (
+            ("mla_up_proj", "--multi-latent-attention"),
+            ("moe", "--num-experts"),
+            ("shared_experts", "--num-experts"),
+            ("moe_act", "--moe-grouped-gemm"),
+        )
+    ),
     *BROKEN_ATTENTION,
     (
         "retention_keeps_what_is_saved",

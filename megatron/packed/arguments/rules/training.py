@@ -44,6 +44,25 @@ def recompute(config: Config) -> Iterator[str]:
         )
 
 
+def recomputed_modules(config: Config) -> Iterator[str]:
+    modules = config.training.recompute_modules
+    if modules is None:
+        return
+    if config.training.recompute_granularity != "selective":
+        yield (
+            f"--recompute-modules {' '.join(modules)}: needs --recompute-granularity selective; "
+            "add it or leave the modules out"
+        )
+    for names, flag, given in (
+        (("mla_up_proj",), "--multi-latent-attention", config.attention.multi_latent_attention),
+        (("moe", "shared_experts"), "--num-experts", config.moe.num_experts is not None),
+        (("moe_act",), "--moe-grouped-gemm", config.moe.moe_grouped_gemm),
+    ):
+        for name in names:
+            if name in modules and not given:
+                yield f"--recompute-modules {name}: needs {flag}; add it or leave {name} out"
+
+
 def learning_rate(config: Config) -> Iterator[str]:
     optimization = config.optimization
     if optimization.min_lr > optimization.lr:
@@ -107,6 +126,7 @@ def weight_decay(config: Config) -> Iterator[str]:
 RULES = (
     precision,
     recompute,
+    recomputed_modules,
     learning_rate,
     warmup,
     final_decay,
