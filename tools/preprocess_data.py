@@ -45,11 +45,13 @@ class EncodedChunk:
         sequence_lengths: int32 `[sequences]`, tokens of each, documents one after the other.
         sequences_per_document: int64 `[documents]`: 1, or as many as a list has non-empty texts;
             0 for a document without tokens.
+        weights: float64 `[sequences]`, each its document's; None without `--weights-key`.
     """
 
     tokens: numpy.ndarray
     sequence_lengths: numpy.ndarray
     sequences_per_document: numpy.ndarray
+    weights: numpy.ndarray | None = None
 
 
 class Encoder:
@@ -60,15 +62,22 @@ class Encoder:
         keys: JSON keys to tokenize.
         append_eod: end each non-empty document with EOD.
         dtype: dtype of the output.
+        weights_key: JSON key of documents' weights, or None.
     """
 
     def __init__(
-        self, tokenizer: PackedTokenizer, keys: list[str], append_eod: bool, dtype: type
+        self,
+        tokenizer: PackedTokenizer,
+        keys: list[str],
+        append_eod: bool,
+        dtype: type,
+        weights_key: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.keys = keys
         self.append_eod = append_eod
         self.dtype = dtype
+        self.weights_key = weights_key
 
     def encode(self, lines: list[JsonLine]) -> dict[str, EncodedChunk]:
         """Tokenize the lines under each key.
@@ -96,11 +105,16 @@ class Encoder:
             ids += [numpy.asarray(sequence, dtype=self.dtype) for sequence in sequences]
             sequence_lengths += [len(sequence) for sequence in sequences]
             sequences_per_document.append(len(sequences))
+        weights = None
+        if self.weights_key is not None:
+            each = [line.weight(self.weights_key) for line in lines]
+            weights = numpy.repeat(numpy.array(each, dtype=numpy.float64), sequences_per_document)
         tokens = numpy.concatenate(ids) if ids else numpy.empty(0, dtype=self.dtype)
         return EncodedChunk(
             tokens,
             numpy.array(sequence_lengths, dtype=numpy.int32),
             numpy.array(sequences_per_document, dtype=numpy.int64),
+            weights,
         )
 
 
@@ -200,6 +214,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     group.add_argument(
         "--json-keys", nargs="+", default=["text"], help="Keys to tokenize. Default: text"
     )
+    group.add_argument(
+        "--weights-key",
+        help="Key of a number, the document's weight in the objective: <output>.weights.npy, which "
+        "--use-document-weights reads.",
+    )
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type", required=True, choices=sorted(TOKENIZER_BUILDERS), help="Its kind."
@@ -256,7 +275,7 @@ def preprocess(options: argparse.Namespace) -> None:
     tokenizer = build_tokenizer(options)
     # megatron-core's own limit, DType.optimal_dtype; ids of either kind train alike.
     dtype = numpy.uint16 if tokenizer.vocab_size < 65500 else numpy.int32
-    encoder = Encoder(tokenizer, options.json_keys, options.append_eod, dtype)
+    encoder = Encoder(tokenizer, options.json_keys, options.append_eod, dtype, options.weights_key)
     prefixes = {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
     for prefix in prefixes.values():
         require_writable_folder(Path(prefix).parent, f"--output-prefix {options.output_prefix}")
@@ -271,7 +290,10 @@ def preprocess(options: argparse.Namespace) -> None:
                     if key not in writers:
                         writers[key] = CorpusWriter(prefixes[key], dtype)
                     writers[key].add(
-                        part.tokens, part.sequence_lengths, part.sequences_per_document
+                        part.tokens,
+                        part.sequence_lengths,
+                        part.sequences_per_document,
+                        part.weights,
                     )
                 documents += len(chunk)
                 progress.update(documents, sum(len(line.raw) for line in chunk))

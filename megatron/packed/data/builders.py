@@ -185,6 +185,7 @@ def _core_config(
             per_split = [each.as_core() if each is not None else None for each in corpora.per_split]
     return RowDatasetConfig(
         fim=build_fim(config, tokenizer),
+        use_document_weights=config.loss.use_document_weights,
         random_seed=config.training.seed,
         sequence_length=config.data.seq_length,
         blend=blend,

@@ -17,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.packed.data.blends import Corpora, split_of
+from megatron.packed.data.document_weights import open_weights
 from megatron.packed.data.fim import FillInTheMiddle, build_fim
 from megatron.packed.data.supervised_corpus import SUFFIX
 from megatron.packed.errors import DataError
@@ -50,6 +51,7 @@ class CorpusPart:
         first: first document of the split.
         last: one past its last document.
         supervision: a 0 or 1 for each token; None where all are supervised.
+        document_weights: `[documents of the file]`; None where all weigh 1.
     """
 
     name: str
@@ -57,6 +59,7 @@ class CorpusPart:
     first: int
     last: int
     supervision: TokenStore | None = None
+    document_weights: numpy.ndarray | None = None
 
     @classmethod
     def of_split(
@@ -65,10 +68,11 @@ class CorpusPart:
         store: TokenStore,
         bounds: tuple[float, float],
         supervision: TokenStore | None = None,
+        document_weights: numpy.ndarray | None = None,
     ) -> CorpusPart:
         """The share of a corpus between two fractions, rounded as megatron-core does."""
         first, last = (int(round(edge * len(store.sequence_lengths))) for edge in bounds)
-        return cls(name, store, first, last, supervision)
+        return cls(name, store, first, last, supervision, document_weights)
 
 
 class DocumentCorpus:
@@ -144,6 +148,20 @@ class DocumentCorpus:
         place = numpy.searchsorted(starts[1:], documents, side="right")
         first = numpy.array([part.first for part in self.parts], dtype=numpy.int64)
         return place, documents - starts[place] + first[place]
+
+    def weights_of(self, documents: Int64) -> numpy.ndarray:
+        """Weights of documents in the objective: float64 `[n]`.
+
+        Args:
+            documents: int64 `[n]`.
+        """
+        weights = numpy.ones(len(documents))
+        places, numbers = self.places(documents)
+        for place, part in enumerate(self.parts):
+            if part.document_weights is not None:
+                mine = places == place
+                weights[mine] = part.document_weights[numbers[mine]]
+        return weights
 
     def read(self, document: int, offset: int, length: int) -> numpy.ndarray:
         """Read tokens of a document.
@@ -286,6 +304,7 @@ def build_document_corpora(
     """
     opened: dict[str, TokenStore] = {}
     fim = build_fim(config, tokenizer)
+    weighted = config.loss.use_document_weights
     suffix = SUFFIX if config.sft.sft else None
 
     def open_store(prefix: str) -> TokenStore:
@@ -309,6 +328,7 @@ def build_document_corpora(
                     open_store(name),
                     bounds,
                     open_store(name + suffix) if suffix else None,
+                    open_weights(blend.flag, name) if weighted else None,
                 )
                 for name in blend.prefixes
             ]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy
 
+from megatron.packed.data.document_weights import weights_path
 from megatron.packed.data.files import temporary_name
 from megatron.packed.errors import DataError
 
@@ -81,6 +82,7 @@ class CorpusWriter:
         ]
         self._stream = open(self.files[0][0], "wb")  # noqa: SIM115
         self._lengths: list[numpy.ndarray] = []
+        self._weights: list[numpy.ndarray] = []
         self._document_sizes: list[numpy.ndarray] = []
 
     def add(
@@ -88,6 +90,7 @@ class CorpusWriter:
         tokens: numpy.ndarray,
         sequence_lengths: numpy.ndarray,
         sequences_per_document: numpy.ndarray,
+        weights: numpy.ndarray | None = None,
     ) -> None:
         """Append documents.
 
@@ -95,20 +98,33 @@ class CorpusWriter:
             tokens: `[all tokens]` in the writer's dtype.
             sequence_lengths: int32 `[sequences]`, tokens of each.
             sequences_per_document: int64 `[documents]`, sequences of each; may be 0.
+            weights: float64 `[sequences]`, for the file of weights; always or never given.
         """
+        if weights is not None:
+            self._weights.append(weights)
         self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._lengths.append(sequence_lengths.astype(numpy.int32, copy=False))
         self._document_sizes.append(sequences_per_document.astype(numpy.int64, copy=False))
         self.tokens += len(tokens)
 
     def finalize(self) -> list[tuple[Path, Path]]:
-        """Write the index; returns (temporary, final) names, the index last."""
+        """Write the index, and weights where there are any.
+
+        Returns:
+            (temporary, final) names, the index last.
+        """
+        if self._weights:
+            path = weights_path(self.prefix)
+            self.files.insert(0, (temporary_name(path), path))
+            with open(self.files[0][0], "wb") as file:
+                numpy.save(file, numpy.concatenate(self._weights))
+        index = self.files[-1][0]
         self._stream.close()
         lengths = numpy.concatenate([numpy.empty(0, numpy.int32), *self._lengths])
         steps = lengths.astype(numpy.int64) * self.dtype.itemsize
         documents = numpy.concatenate([numpy.zeros(1, numpy.int64), *self._document_sizes])
         code = next(code for code, dtype in _TOKEN_DTYPES.items() if dtype == self.dtype.type)
-        with open(self.files[1][0], "wb") as stream:
+        with open(index, "wb") as stream:
             stream.write(_HEADER.pack(_MAGIC, 1, code, len(lengths), len(documents)))
             stream.write(lengths.tobytes())
             stream.write((numpy.cumsum(steps) - steps).tobytes())

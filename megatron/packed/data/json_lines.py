@@ -63,6 +63,25 @@ class JsonLine:
             )
         return texts
 
+    def weight(self, key: str) -> float:
+        """The number under `key`: finite and not negative.
+
+        Args:
+            key: key of the JSON object.
+
+        Raises:
+            DataError: if there is none.
+        """
+        entry = self.parse()
+        value = entry.get(key) if isinstance(entry, dict) else None
+        number = float(value) if isinstance(value, int | float) else float("nan")
+        if isinstance(value, bool) or not 0 <= number < float("inf"):
+            raise DataError(
+                f"{self.source}: {key!r} holds {value!r}; with --weights-key it must be a number "
+                "from 0 on"
+            )
+        return number
+
 
 class JsonLines:
     """Non-blank lines of one or more files, in order.

@@ -25,6 +25,7 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
+from megatron.packed.data.document_weights import open_weights
 from megatron.packed.data.fim import FillInTheMiddle
 from megatron.packed.errors import DataError
 
@@ -47,7 +48,8 @@ class RowMixin:
             sequences of the corpus the row is cut from, in order; `document_lengths` int64
             `[documents]`, the real ids of each, the extra label token included;
             `document_offset`, where in the first of them the row begins; `document_sizes` int64
-            `[documents]`, ids of each as stored.
+            `[documents]`, ids of each as stored; with `--use-document-weights` also
+            `document_weights` float64 `[documents]`.
 
         Raises:
             DataError: if a token id is outside the tokenizer's vocabulary.
@@ -65,10 +67,7 @@ class RowMixin:
                 f"{document_ids[0]}..{document_ids[-1]}) is outside the tokenizer's "
                 f"[0, {tokenizer.vocab_size}); preprocess the corpus again with this tokenizer"
             )
-        fim = getattr(self.config, "fim", None)
-        if fim is not None and length:
-            return self._changed(fim, idx, text, length, document_ids, document_lengths)
-        return {
+        sample = {
             "text": text,
             "length": length,
             "document_ids": document_ids,
@@ -76,26 +75,33 @@ class RowMixin:
             "document_offset": int(self.sample_index[self.shuffle_index[idx]][1]),
             "document_sizes": self.dataset.sequence_lengths[document_ids].astype(numpy.int64),
         }
+        weights = self._document_weights()
+        if weights is not None:
+            sample["document_weights"] = numpy.asarray(weights[document_ids], numpy.float64)
+        fim = getattr(self.config, "fim", None)
+        return self._changed(fim, idx, sample) if fim is not None and length else sample
+
+    def _document_weights(self: Any) -> numpy.ndarray | None:
+        if not getattr(self.config, "use_document_weights", False) or self.dataset_path is None:
+            return None
+        if not hasattr(self, "_mapped_weights"):
+            self._mapped_weights = open_weights("the corpus", self.dataset_path)
+        return self._mapped_weights
 
     def _changed(
-        self: Any,
-        fim: FillInTheMiddle,
-        idx: int,
-        text: numpy.ndarray,
-        length: int,
-        document_ids: numpy.ndarray,
-        document_lengths: numpy.ndarray,
+        self: Any, fim: FillInTheMiddle, idx: int, sample: dict[str, Any]
     ) -> dict[str, Any]:
-        """The row after `--fim-data`; what documents were as stored means nothing any more."""
-        changed, lengths = fim.row(text[:length], document_lengths, idx)
+        """The row after `--fim-data`; offsets and sizes stay those of documents as stored."""
+        text, length = sample["text"], sample["length"]
+        changed, lengths = fim.row(text[:length], sample["document_lengths"], idx)
         text[: len(changed)] = changed
         text[len(changed) :] = self.config.tokenizer.pad
-        return {
-            "text": text,
-            "length": len(changed),
-            "document_ids": document_ids[: len(lengths)],
-            "document_lengths": lengths,
+        kept = {
+            name: value[: len(lengths)]
+            for name, value in sample.items()
+            if name.startswith("document_") and isinstance(value, numpy.ndarray)
         }
+        return {**sample, **kept, "length": len(changed), "document_lengths": lengths}
 
     def _document_lengths(self: Any, idx: int) -> numpy.ndarray:
         # The span that _query_document_sample_shuffle_indices reads, as arithmetic.
@@ -133,6 +139,7 @@ class RowDatasetConfig(GPTDatasetConfig):
     """megatron-core's, and what happens to rows once they are read."""
 
     fim: FillInTheMiddle | None = None
+    use_document_weights: bool = False
 
 
 class RowDataset(RowMixin, GPTDataset):

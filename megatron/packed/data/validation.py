@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from megatron.packed.data.blends import SPLIT_NAMES, Corpora, read_sequence_counts, split_of
+from megatron.packed.data.document_weights import check_weights
 from megatron.packed.data.files import require_writable_folder
 from megatron.packed.data.index_files import IndexedCorpus, inspect_corpus
 from megatron.packed.data.row_dataset import default_cache_folder
@@ -71,6 +72,8 @@ def validate_data(
             if sequence_counts is not None:
                 check_sequence_counts(blend.flag, corpus, sequence_counts, str(counts_path))
             check_vocabulary(blend.flag, corpus, tokenizer)
+            if config.loss.use_document_weights:
+                check_weights(blend.flag, prefix, len(corpus.sequence_lengths))
             if config.sft.sft:
                 check_supervision(blend.flag, corpus)
             if config.packing.use_packed_sequence and config.packing.document_boundaries == "eod":

@@ -220,7 +220,7 @@ def segments_of_pack(
     if corpus.is_supervised:
         counts = [corpus.targets_of(document, longest) for document in pack.documents.tolist()]
         targets = np.array(counts, dtype=np.int64)
-    weights = np.ones(len(targets))
+    weights = corpus.weights_of(pack.documents)
     return SegmentRecords(datasets, numbers, pack.offsets.copy(), targets, weights)
 
 

@@ -69,6 +69,7 @@ def run_config(**data: object) -> SimpleNamespace:
         training=SimpleNamespace(seed=1234, global_batch_size=4),
         evaluation=SimpleNamespace(multiple_validation_sets=False),
         sft=SimpleNamespace(sft=False),
+        loss=SimpleNamespace(use_document_weights=False),
     )
 
 

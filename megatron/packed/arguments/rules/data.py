@@ -109,6 +109,11 @@ def fill_in_the_middle(config: Config) -> Iterator[str]:
         yield "--fim-data: --mock-data has no text to change; give a corpus as --data-path"
     if config.sft.sft:
         yield "--fim-data: would cut conversations apart; leave out it or --sft"
+    if config.loss.document_length == "document" and not config.packing.packs_documents:
+        yield (
+            "--fim-data: changes the lengths of documents in rows; --document-length document "
+            "needs a --packing-strategy that packs them whole"
+        )
     if (data.fim_split_sample is None) != (data.fim_fragment_rate is None):
         yield (
             "--fim-split-sample and --fim-fragment-rate: belong together, the token that splits a "

@@ -1,0 +1,79 @@
+"""Weights of documents, beside a corpus: `<prefix>.weights.npy`, one number a document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+
+from megatron.packed.errors import DataError
+
+SUFFIX = ".weights.npy"
+
+
+def weights_path(prefix: str) -> Path:
+    """Where the weights of a corpus are.
+
+    Args:
+        prefix: path without .bin/.idx.
+    """
+    return Path(f"{prefix}{SUFFIX}")
+
+
+def open_weights(flag: str, prefix: str) -> numpy.ndarray:
+    """Map the weights of a corpus.
+
+    Args:
+        flag: the flag that named the corpus.
+        prefix: path without .bin/.idx.
+
+    Returns:
+        Floating-point `[sequences]`.
+
+    Raises:
+        DataError: if there is no such file, or it is no vector of floating-point numbers.
+    """
+    path = weights_path(prefix)
+    if not path.is_file():
+        raise DataError(
+            f"--use-document-weights: {flag} {prefix} has no {path}; make it with "
+            "tools/preprocess_data.py --weights-key, or leave the flag out"
+        )
+    try:
+        weights = numpy.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise DataError(f"{path} is no .npy file ({error}); make it again") from error
+    if weights.ndim != 1 or weights.dtype.kind != "f":
+        raise DataError(
+            f"{path} holds {weights.dtype} of shape {weights.shape}; it must be a vector of "
+            "floating-point numbers, one for each document"
+        )
+    return weights
+
+
+def check_weights(flag: str, prefix: str, sequences: int) -> None:
+    """Check that a corpus has one weight for each of its documents.
+
+    Args:
+        flag: the flag that named the corpus.
+        prefix: path without .bin/.idx.
+        sequences: documents of the corpus.
+
+    Raises:
+        DataError: if the number differs, or a weight is negative or no number, or all are 0.
+    """
+    weights = open_weights(flag, prefix)
+    path = weights_path(prefix)
+    if len(weights) != sequences:
+        raise DataError(
+            f"{path} holds {len(weights)} weights for the {sequences} documents of {flag} "
+            f"{prefix}; make both again from one input"
+        )
+    bad = numpy.flatnonzero(~(numpy.isfinite(weights) & (weights >= 0)))
+    if len(bad):
+        raise DataError(
+            f"{path}: document {bad[0]} has weight {weights[bad[0]]}; weights are finite and not "
+            "negative"
+        )
+    if not weights.any():
+        raise DataError(f"{path}: all weights are 0, so nothing would be learnt")
