@@ -20,6 +20,7 @@ from megatron.packed.arguments.linear_attention import LinearAttentionConfig
 from megatron.packed.arguments.loss import LossConfig
 from megatron.packed.arguments.model import KernelConfig, ModelConfig
 from megatron.packed.arguments.moe import MoEConfig
+from megatron.packed.arguments.optimizer import OptimizerConfig
 from megatron.packed.arguments.parallel import ParallelConfig, RuntimeConfig
 from megatron.packed.arguments.pipeline import PipelineConfig
 from megatron.packed.arguments.schedule import ScheduleConfig
@@ -63,6 +64,7 @@ HAND_WRITTEN: Mapping[str, type] = {
     "parallel": ParallelConfig,
     "training": TrainingConfig,
     "optimization": OptimizationConfig,
+    "optimizer_options": OptimizerConfig,
     "data": DataConfig,
     "packing": PackingConfig,
     "evaluation": EvaluationConfig,
@@ -104,6 +106,7 @@ class Config:
     parallel: ParallelConfig
     training: TrainingConfig
     optimization: OptimizationConfig
+    optimizer_options: OptimizerConfig
     data: DataConfig
     packing: PackingConfig
     evaluation: EvaluationConfig

@@ -54,7 +54,6 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "bucket_size": ("--ddp-bucket-size",),
     "pad_buckets_for_high_nccl_busbw": ("--ddp-pad-buckets-for-high-nccl-busbw",),
     "reduce_scatter_with_fp32_accumulation": ("--ddp-reduce-scatter-with-fp32-accumulation",),
-    "muon_split_qkv": ("--muon-no-split-qkv",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
     "fp8": ("--fp8-format",),
     "fp4": ("--fp4-format",),
@@ -204,7 +203,7 @@ HONOURED = _names(
     """
     check_for_large_grads
     linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads apply_wd_to_qk_layernorm
+    linear_num_value_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
     dsa_indexer_use_sparse_loss
     fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad

@@ -41,6 +41,16 @@ class ParallelConfig:
     use_distributed_optimizer: bool = flag(
         "Shard optimizer state over data-parallel processes.", default=False
     )
+    num_distributed_optimizer_instances: int = flag(
+        "Copies of the distributed optimizer's state over the data-parallel processes.",
+        default=1,
+        at_least=1,
+    )
+    use_tp_pp_dp_mapping: bool = flag(
+        "Number processes by tensor, context, pipeline, then data parallelism; by default data "
+        "before pipeline.",
+        default=False,
+    )
     overlap_grad_reduce: bool = flag(
         "Reduce gradients while the backward pass runs.",
         default=False,
@@ -79,8 +89,13 @@ class ParallelConfig:
 
     @property
     def context_parallel_rank(self) -> int:
-        """This process among those that share its sequences, in megatron-core's order of ranks."""
+        """This process among those that share its sequences, in either order of ranks."""
         return self.rank // self.tensor_model_parallel_size % self.context_parallel_size
+
+    @property
+    def rank_order(self) -> str:
+        """The order that processes are numbered in, in megatron-core's words."""
+        return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
     @property
     def data_parallel_size(self) -> int:

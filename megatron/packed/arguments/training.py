@@ -36,11 +36,9 @@ class TrainingConfig:
         "Train in float16 with dynamic loss scaling.",
         default=False,
         section="mixed precision",
-        refused="dynamic loss scaling isn't available in this build; "
-        "train with --bf16, or in fp32 without either flag",
     )
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        "Accumulate and reduce gradients in fp32; always so with --bf16.",
+        "Accumulate and reduce gradients in fp32; always so but with --grad-reduce-in-bf16.",
         default=False,
         section="mixed precision",
     )
@@ -85,8 +83,8 @@ class TrainingConfig:
 
     @property
     def params_dtype_name(self) -> str:
-        """`bfloat16` or `float32`: the attribute of torch that parameters use."""
-        return "bfloat16" if self.bf16 else "float32"
+        """`bfloat16`, `float16` or `float32`: the attribute of torch that parameters use."""
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +94,10 @@ class OptimizationConfig:
     SECTION: ClassVar[str] = "learning rate"
 
     optimizer: str = flag(
-        "Update rule.", default="adam", choices=("adam", "sgd"), section="training"
+        "Update rule; muon for matrices, adam for the rest; dist_muon is muon over replicas.",
+        default="adam",
+        choices=("adam", "sgd", "muon", "dist_muon"),
+        section="training",
     )
     lr: float = required("Peak learning rate.", at_least=0.0)
     min_lr: float = flag("Smallest learning rate of the schedule.", default=0.0, at_least=0.0)
@@ -166,6 +167,11 @@ class OptimizationConfig:
     sgd_momentum: float = flag(
         "Momentum of SGD.", default=0.9, section="regularization", at_least=0.0, below=1.0
     )
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether matrices are updated by Muon."""
+        return self.optimizer in ("muon", "dist_muon")
 
     @property
     def warmup_iters(self) -> float:

@@ -91,6 +91,12 @@ def _follow_upstream(config: Config) -> Config:
     """Apply what upstream's own validation decides from other flags."""
     config = _drop_what_has_no_effect(config)
     model, training = config.model, config.training
+    if config.optimization.uses_muon and config.parallel.use_distributed_optimizer:
+        why = "Muon needs its matrices whole: each replica keeps the state of some"
+        config = _substitute(config, "use_distributed_optimizer", False, why, "dist_muon")
+        config = config.with_values({"optimizer": "dist_muon"}, REPLACED)
+        if config.parallel.overlap_param_gather:
+            config = _substitute(config, "overlap_param_gather", False, why)
     implied: dict[str, Any] = {}
     if model.use_rotary_position_embeddings:
         implied["position_embedding_type"] = "rope"
@@ -102,7 +108,9 @@ def _follow_upstream(config: Config) -> Config:
     if model.apply_query_key_layer_scaling:
         implied["attention_softmax_in_fp32"] = True
     if training.bf16:
-        implied["accumulate_allreduce_grads_in_fp32"] = True
+        implied[
+            "accumulate_allreduce_grads_in_fp32"
+        ] = not config.optimizer_options.grad_reduce_in_bf16
     if config.kernels.use_flash_attn and model.attention_backend == "auto":
         implied["attention_backend"] = "flash"
     config = _other_spellings(config)

@@ -178,7 +178,10 @@ def wrap_for_training(
     return DistributedDataParallel(
         config=transformer_config,
         ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=not config.optimizer_options.grad_reduce_in_bf16,
+            num_distributed_optimizer_instances=(
+                config.parallel.num_distributed_optimizer_instances
+            ),
             overlap_grad_reduce=overlap,
             overlap_param_gather=config.parallel.overlap_param_gather,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,

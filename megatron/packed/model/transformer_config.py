@@ -22,7 +22,8 @@ def _keep(weight: torch.Tensor) -> torch.Tensor:
 
 def params_dtype(config: Config) -> torch.dtype:
     """The dtype of the weights that the model computes with."""
-    return torch.bfloat16 if config.training.bf16 else torch.float32
+    dtype: torch.dtype = getattr(torch, config.training.params_dtype_name)
+    return dtype
 
 
 def _attention_backend(name: str) -> AttnBackend:

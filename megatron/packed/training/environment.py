@@ -103,8 +103,12 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=config.moe.expert_model_parallel_size,
         expert_tensor_parallel_size=config.moe.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
+        order=parallel.rank_order,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
-        create_gloo_process_groups=accelerator.name == "cuda",
+        create_gloo_process_groups=(
+            accelerator.name == "cuda" and config.acceleration.use_gloo_process_groups
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.evaluation import evaluate
 from megatron.packed.training.pipeline import StepShape
 from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
+from megatron.packed.training.replicas import check_replicas
 from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.step import TrainStep
 
@@ -115,6 +116,9 @@ class Trainer:
         result = self.step(batches, get_num_microbatches(), batch_size)
         progress.iteration += 1
         progress.consumed_samples += batch_size
+        interval = self.config.optimizer_options.check_weight_hash_across_dp_replicas_interval
+        if interval and progress.iteration % interval == 0:
+            check_replicas(self.step.model, progress.iteration)
         # As upstream logs it: the rate that the schedule has arrived at.
         learning_rate = self._learning_rate()
         if not result.loss_count:

@@ -12,37 +12,52 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.model.transformer_config import params_dtype
+from megatron.packed.training.muon_chain import build_muon
 
 
 def build_optimizer(
     config: Config, model: list[DistributedDataParallel], accelerator: Accelerator
 ) -> MegatronOptimizer:
     """Build megatron-core's optimizer for the wrapped model chunks of this rank."""
-    flags = config.optimization
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer=flags.optimizer,
-            lr=flags.lr,
-            min_lr=flags.min_lr,
-            weight_decay=flags.weight_decay,
-            clip_grad=flags.clip_grad,
-            adam_beta1=flags.adam_beta1,
-            adam_beta2=flags.adam_beta2,
-            adam_eps=flags.adam_eps,
-            sgd_momentum=flags.sgd_momentum,
-            bf16=config.training.bf16,
-            fp16=config.training.fp16,
-            params_dtype=params_dtype(config),
-            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-            overlap_param_gather=config.parallel.overlap_param_gather,
-            log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-            **config.core_values(field.name for field in dataclasses.fields(OptimizerConfig)),
-        ),
-        model,
-        use_gloo_process_groups=accelerator.name == "cuda",
-    )
+    core = core_optimizer_config(config)
+    gloo_groups = accelerator.name == "cuda" and config.acceleration.use_gloo_process_groups
+    if config.optimization.uses_muon:
+        optimizer = build_muon(config, core, model, gloo_groups)
+    else:
+        optimizer = get_megatron_optimizer(core, model, use_gloo_process_groups=gloo_groups)
     _fuse_updates(optimizer)
     return optimizer
+
+
+def core_optimizer_config(config: Config) -> OptimizerConfig:
+    """Our configuration -> megatron-core's OptimizerConfig."""
+    flags, options = config.optimization, config.optimizer_options
+    return OptimizerConfig(
+        optimizer="adam" if flags.uses_muon else flags.optimizer,
+        lr=flags.lr,
+        min_lr=flags.min_lr,
+        decoupled_lr=options.decoupled_lr,
+        decoupled_min_lr=options.decoupled_min_lr,
+        weight_decay=flags.weight_decay,
+        apply_wd_to_qk_layernorm=options.apply_wd_to_qk_layernorm,
+        clip_grad=flags.clip_grad,
+        adam_beta1=flags.adam_beta1,
+        adam_beta2=flags.adam_beta2,
+        adam_eps=flags.adam_eps,
+        sgd_momentum=flags.sgd_momentum,
+        bf16=config.training.bf16,
+        fp16=config.training.fp16,
+        loss_scale=options.loss_scale,
+        initial_loss_scale=options.initial_loss_scale,
+        min_loss_scale=options.min_loss_scale,
+        loss_scale_window=options.loss_scale_window,
+        hysteresis=options.hysteresis,
+        params_dtype=params_dtype(config),
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        **config.core_values(field.name for field in dataclasses.fields(OptimizerConfig)),
+    )
 
 
 def _fuse_updates(optimizer: MegatronOptimizer) -> None:

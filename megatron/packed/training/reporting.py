@@ -193,8 +193,10 @@ class Reporter:
         ]
         if self.config.logging.log_throughput:
             parts.append(f"throughput per GPU (TFLOP/s/GPU): {speed.flops_per_rank / 1e12:.3f}")
+        parts.append(f"learning rate: {learning_rate:.6E}")
+        if last.decoupled_learning_rate is not None:
+            parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
         parts += [
-            f"learning rate: {learning_rate:.6E}",
             f"global batch size: {self.config.training.global_batch_size:5d}",
         ]
         if loss_count:
@@ -203,7 +205,7 @@ class Reporter:
         for name in last.expert_losses.by_layer:
             mean = sum(step.expert_losses.means()[name] for step in self._steps)
             parts.append(f"{name}: {mean / len(self._steps):.6E}")
-        parts.append("loss scale: 1.0")
+        parts.append(f"loss scale: {last.loss_scale:.1f}")
         if last.grad_norm is not None:
             parts.append(f"grad norm: {last.grad_norm:.3f}")
         if last.num_zeros_in_grad is not None:

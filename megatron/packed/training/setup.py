@@ -96,6 +96,7 @@ def build_step(config: Config, environment: Environment, tokenizer: PackedTokeni
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
         forward=build_forward_step(config),
         error_on_empty=config.loss.on_empty_batch == "error",
+        adapts_loss_scale=config.training.fp16 and config.optimizer_options.loss_scale is None,
     )
 
 

@@ -74,6 +74,8 @@ class StepResult:
         updated: whether the weights moved.
         reports: (sum, count) over the global batch of whatever else is reported.
         expert_losses: losses of the routers; none in a dense model.
+        loss_scale: factor on the losses that gradients were computed of.
+        decoupled_learning_rate: of embedding and output layer, where it is another one.
     """
 
     loss_sum: float
@@ -83,6 +85,8 @@ class StepResult:
     updated: bool
     reports: Totals = field(default_factory=dict)
     expert_losses: ExpertLosses = field(default_factory=ExpertLosses)
+    loss_scale: float = 1.0
+    decoupled_learning_rate: float | None = None
 
     @property
     def loss(self) -> float:
@@ -227,6 +231,8 @@ class TrainStep:
         check_for_nan: stop on NaN or Inf instead of training on.
         forward: a micro-batch and its loss.
         error_on_empty: stop at a global batch without a supervised token instead of skipping it.
+        adapts_loss_scale: gradients that overflow skip the update and lower the loss scale;
+            only the loss itself is checked then.
     """
 
     model: list[DistributedDataParallel]
@@ -238,10 +244,11 @@ class TrainStep:
     check_for_nan: bool
     forward: ForwardStep = field(default_factory=ForwardStep)
     error_on_empty: bool = False
+    adapts_loss_scale: bool = False
     finalizer: GradientFinalizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.finalizer = GradientFinalizer(self.check_for_nan)
+        self.finalizer = GradientFinalizer(self.check_for_nan and not self.adapts_loss_scale)
         self.transformer_config.finalize_model_grads_func = self.finalizer
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
 
@@ -288,10 +295,12 @@ class TrainStep:
                 "--on-empty-batch is error; look at its samples "
                 f"{self._samples(batches, global_batch_size)}, or use --on-empty-batch skip"
             )
+        loss_scale = float(self.optimizer.get_loss_scale())
         if trainable:
             with naming_lost_ranks(batches):
                 updated, grad_norm, num_zeros = self.optimizer.step()
-        self.scheduler.step(increment=global_batch_size)
+        if updated or not trainable:  # as upstream, an overflow takes no step of the schedules
+            self.scheduler.step(increment=global_batch_size)
         return StepResult(
             loss_sum=loss_sum,
             loss_count=loss_count,
@@ -300,6 +309,8 @@ class TrainStep:
             updated=bool(updated),
             reports=totals,
             expert_losses=expert_losses,
+            loss_scale=loss_scale,
+            decoupled_learning_rate=self._decoupled_learning_rate(),
         )
 
     @staticmethod
@@ -307,6 +318,12 @@ class TrainStep:
         """The samples of the step that has just read its batches."""
         first = batches.consumed_samples - global_batch_size
         return f"{first}..{first + global_batch_size - 1}"
+
+    def _decoupled_learning_rate(self) -> float | None:
+        for group in self.optimizer.param_groups:
+            if not group.get("default_config", True):
+                return float(group["lr"])
+        return None
 
     def _check_finite(
         self, loss_sum: float, batches: MicroBatchIterator, global_batch_size: int

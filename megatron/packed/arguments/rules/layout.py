@@ -63,10 +63,47 @@ def overlapped_parameter_gather(config: Config) -> Iterator[str]:
 
 
 def distributed_optimizer(config: Config) -> Iterator[str]:
-    if config.parallel.use_distributed_optimizer and config.optimization.optimizer != "adam":
+    parallel = config.parallel
+    if parallel.use_distributed_optimizer and config.optimization.optimizer == "sgd":
         yield (
-            f"--optimizer {config.optimization.optimizer}: megatron-core shards Adam's state "
-            "alone; leave --use-distributed-optimizer out or use --optimizer adam"
+            "--optimizer sgd: megatron-core shards Adam's state alone; leave "
+            "--use-distributed-optimizer out or use --optimizer adam"
+        )
+
+
+def distributed_optimizer_instances(config: Config) -> Iterator[str]:
+    parallel, count = config.parallel, config.parallel.num_distributed_optimizer_instances
+    if count == 1:
+        return
+    replicas = parallel.data_parallel_size * parallel.context_parallel_size
+    if not parallel.use_distributed_optimizer:
+        yield (
+            f"--num-distributed-optimizer-instances {count}: needs --use-distributed-optimizer, "
+            "which it makes copies of"
+        )
+    elif replicas % count:
+        yield (
+            f"--num-distributed-optimizer-instances {count}: must divide data-parallel "
+            f"{parallel.data_parallel_size} x context-parallel {parallel.context_parallel_size} "
+            f"processes = {replicas}"
+        )
+
+
+def muon(config: Config) -> Iterator[str]:
+    optimizer, steps = config.optimization.optimizer, config.optimizer_options.muon_num_ns_steps
+    if not config.optimization.uses_muon:
+        return
+    if config.training.fp16:
+        yield f"--optimizer {optimizer}: has no loss scale for --fp16; train with --bf16"
+    if steps % 5:
+        yield (
+            f"--muon-num-ns-steps {steps}: must be a multiple of 5, the length of its series of "
+            "coefficients"
+        )
+    if config.parallel.num_distributed_optimizer_instances > 1:
+        yield (
+            f"--optimizer {optimizer}: keeps each matrix's state whole on one replica; leave "
+            "--num-distributed-optimizer-instances out"
         )
 
 
@@ -77,4 +114,6 @@ RULES = (
     evaluation_batch,
     overlapped_parameter_gather,
     distributed_optimizer,
+    distributed_optimizer_instances,
+    muon,
 )

@@ -9,8 +9,36 @@ from megatron.packed.arguments.stages import LayoutError, stages_of
 
 
 def precision(config: Config) -> Iterator[str]:
-    if config.model.fp32_residual_connection and not config.training.bf16:
-        yield "--fp32-residual-connection: needs --bf16; in fp32 the residual is fp32 already"
+    training, scale = config.training, config.optimizer_options
+    half = training.bf16 or training.fp16
+    if config.model.fp32_residual_connection and not half:
+        yield (
+            "--fp32-residual-connection: needs --bf16 or --fp16; in fp32 the residual is fp32 "
+            "already"
+        )
+    if training.bf16 and training.fp16:
+        yield "--bf16 and --fp16: exclude each other; keep one"
+    if scale.grad_reduce_in_bf16 and not training.bf16:
+        yield "--grad-reduce-in-bf16: needs --bf16; leave it out"
+    elif scale.grad_reduce_in_bf16 and config.is_given("accumulate_allreduce_grads_in_fp32"):
+        yield (
+            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: exclude each other; "
+            "keep one"
+        )
+
+
+def loss_scale(config: Config) -> Iterator[str]:
+    scale = config.optimizer_options
+    if scale.loss_scale is not None and not (config.training.fp16 or config.training.bf16):
+        yield (
+            f"--loss-scale {scale.loss_scale:g}: needs --fp16 or --bf16; gradients in fp32 don't "
+            "underflow"
+        )
+    if scale.min_loss_scale > scale.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {scale.min_loss_scale:g}: must be at most --initial-loss-scale "
+            f"{scale.initial_loss_scale:g}"
+        )
 
 
 def _largest_stage(config: Config) -> int:
@@ -74,6 +102,25 @@ def learning_rate(config: Config) -> Iterator[str]:
         )
 
 
+def decoupled_learning_rate(config: Config) -> Iterator[str]:
+    apart = config.optimizer_options
+    peak = config.optimization.lr if apart.decoupled_lr is None else apart.decoupled_lr
+    if apart.decoupled_min_lr is None:
+        least = config.optimization.min_lr
+        if apart.decoupled_lr is not None and least > peak:
+            yield (
+                f"--decoupled-lr {peak:g}: must be at least --min-lr {least:g}; give "
+                "--decoupled-min-lr"
+            )
+    elif apart.decoupled_lr is None:
+        yield f"--decoupled-min-lr {apart.decoupled_min_lr:g}: needs --decoupled-lr"
+    elif apart.decoupled_min_lr > peak:
+        yield (
+            f"--decoupled-min-lr {apart.decoupled_min_lr:g}: must be at most --decoupled-lr "
+            f"{peak:g}"
+        )
+
+
 def warmup(config: Config) -> Iterator[str]:
     optimization = config.optimization
     fraction, iterations = optimization.lr_warmup_fraction, optimization.lr_warmup_iters
@@ -125,9 +172,11 @@ def weight_decay(config: Config) -> Iterator[str]:
 
 RULES = (
     precision,
+    loss_scale,
     recompute,
     recomputed_modules,
     learning_rate,
+    decoupled_learning_rate,
     warmup,
     final_decay,
     weight_decay,
