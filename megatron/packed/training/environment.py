@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import random
 import sys
@@ -87,6 +88,12 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
     from megatron.core import parallel_state
 
     parallel = config.parallel
+    instances = parallel.num_distributed_optimizer_instances
+    if instances > 1 and importlib.util.find_spec("einops") is None:
+        raise ConfigurationError(
+            f"--num-distributed-optimizer-instances {instances}: megatron-core needs the package "
+            "einops for it; install einops, or megatron-packed[instances]"
+        )
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
@@ -102,7 +109,7 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
         virtual_pipeline_model_parallel_size=virtual_size(config),
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=config.moe.expert_model_parallel_size,
-        expert_tensor_parallel_size=config.moe.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=_expert_tensor_parallel_size(config),
         num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
         order=parallel.rank_order,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
@@ -110,6 +117,18 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
             accelerator.name == "cuda" and config.acceleration.use_gloo_process_groups
         ),
     )
+
+
+def _expert_tensor_parallel_size(config: Config) -> int:
+    """As many processes as a model without experts needs for any order of ranks.
+
+    megatron-core makes groups for experts all the same, and where replicas aren't numbered before
+    stages it wants as many of the experts as of everything else.
+    """
+    parallel = config.parallel
+    if config.moe.num_experts is None and parallel.use_tp_pp_dp_mapping:
+        return parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return config.moe.expert_tensor_parallel_size
 
 
 def _host_tp_group(accelerator: Accelerator) -> torch.distributed.ProcessGroup:

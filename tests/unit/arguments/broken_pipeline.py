@@ -106,4 +106,16 @@ BROKEN_PIPELINE = [
         "the last 1 must be at least --pipeline-model-parallel-size 2; 4 or 6 micro-batches",
         2,
     ),
+    (
+        "evaluation_micro_batches",
+        PP2 + _VIRTUAL + "2 --global-batch-size 8 --eval-global-batch-size 6",
+        "--eval-global-batch-size: gives 3 micro-batches a step, .* last 1 must be at least",
+        2,
+    ),
+    (
+        "data_last",
+        PP2 + "--use-tp-pp-dp-mapping --num-experts 4 --context-parallel-size 2",
+        "--use-tp-pp-dp-mapping: with pipeline stages, .* = 1 must equal .* = 2; change them",
+        4,
+    ),
 ]

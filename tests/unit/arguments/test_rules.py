@@ -11,6 +11,7 @@ from megatron.packed.arguments import config_from_flags, override, rules
 from megatron.packed.errors import ConfigurationError
 
 from .broken_attention import BROKEN_ATTENTION
+from .broken_optimizer import BROKEN_OPTIMIZER
 from .broken_pipeline import BROKEN_PIPELINE
 from .flags import MINIMAL
 
@@ -68,6 +69,7 @@ BROKEN = [
         1,
     ),
     ("distributed_optimizer", "--optimizer sgd --use-distributed-optimizer", "--optimizer sgd", 1),
+    *BROKEN_OPTIMIZER,
     ("head_width", "--hidden-size 66", "--hidden-size 66: .*--num-attention-heads 4", 1),
     (
         "heads_over_tensor_parallel",
@@ -117,7 +119,7 @@ BROKEN = [
         "--seq-length 127",
         2,
     ),
-    ("precision", "--fp32-residual-connection", "--fp32-residual-connection: needs --bf16", 1),
+    ("precision", "--fp32-residual-connection", "residual-connection: needs --bf16 or --fp16", 1),
     ("recompute", "--recompute-granularity full", "needs --recompute-method", 1),
     (
         "recompute",
@@ -497,7 +499,7 @@ def test_several_broken_rules_come_together() -> None:
     assert "\n  - --min-lr 1" in text
 
 
-@pytest.mark.parametrize("flag", ["--fp16", "--apply-residual-connection-post-layernorm"])
+@pytest.mark.parametrize("flag", ["--apply-residual-connection-post-layernorm"])
 def test_a_refused_flag_is_refused_by_name(flag: str) -> None:
     assert refusal(f"{MINIMAL} {flag}").startswith(f"{flag} is refused: ")
 

@@ -73,7 +73,7 @@ def distributed_optimizer(config: Config) -> Iterator[str]:
 
 def distributed_optimizer_instances(config: Config) -> Iterator[str]:
     parallel, count = config.parallel, config.parallel.num_distributed_optimizer_instances
-    if count == 1:
+    if count == 1 or config.optimization.uses_muon:  # of which another rule speaks
         return
     replicas = parallel.data_parallel_size * parallel.context_parallel_size
     if not parallel.use_distributed_optimizer:

@@ -71,9 +71,38 @@ def micro_batches(config: Config) -> Iterator[str]:
             yield from micro_batch_problems(config, stages, count, "--global-batch-size")
 
 
+def evaluation_micro_batches(config: Config) -> Iterator[str]:
+    evaluation, training, stages = config.evaluation, config.training, _stages(config)
+    size, micro = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
+    step = micro * config.parallel.data_parallel_size
+    if stages is None or not evaluation.eval_iters or not step or size % step:
+        return
+    if (size, micro) != (training.global_batch_size, training.micro_batch_size):
+        yield from micro_batch_problems(config, stages, size // step, "--eval-global-batch-size")
+
+
+def data_last(config: Config) -> Iterator[str]:
+    parallel, moe = config.parallel, config.moe
+    shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    experts = moe.expert_tensor_parallel_size * moe.expert_model_parallel_size
+    if (
+        parallel.use_tp_pp_dp_mapping
+        and moe.num_experts is not None
+        and parallel.pipeline_model_parallel_size > 1
+        and experts != shared
+    ):
+        yield (
+            "--use-tp-pp-dp-mapping: with pipeline stages, --expert-tensor-parallel-size x "
+            f"--expert-model-parallel-size = {experts} must equal --tensor-model-parallel-size x "
+            f"--context-parallel-size = {shared}; change them, or leave it out"
+        )
+
+
 RULES = (
     layout,
     interleaving,
     overlapped_exchanges,
     micro_batches,
+    evaluation_micro_batches,
+    data_last,
 )
