@@ -49,6 +49,9 @@ FAMILIES = {
     "sinks": f"{LLAMA} --softmax-type learnable --init-method-std 0.1",
     "off-by-one": f"{ROPE} --softmax-type off-by-one --window-size 5,0",
     "latent-sinks": f"{LATENT} --softmax-type learnable --init-method-xavier-uniform",
+    "maximal-update": (
+        f"{LLAMA} --use-mup --mup-base-hidden-size 16 --mup-embedding-mult 3 --mup-base-head-dim 8"
+    ),
     "latent": (
         f"{LATENT} --q-lora-rank 24 --qk-layernorm --rotary-scaling-factor 40 --mscale-all-dim 1.0"
     ),

@@ -152,6 +152,47 @@ class ModelConfig:
         "Start weights from Xavier's uniform distribution.", default=False, section="initialization"
     )
 
+    use_mup: bool = flag(
+        "Maximal update parameterisation: rates and scales follow the width over a base model's.",
+        default=False,
+        section="maximal update parameterisation",
+    )
+    mup_base_hidden_size: int | None = flag(
+        "Hidden size of the base model; by default this one's.",
+        section="maximal update parameterisation",
+        at_least=1,
+    )
+    mup_embedding_mult: float = flag(
+        "Multiplies the embeddings.", default=1.0, section="maximal update parameterisation"
+    )
+    mup_output_mult: float = flag(
+        "Multiplies the logits; 1 stands for base width over width.",
+        default=1.0,
+        section="maximal update parameterisation",
+    )
+    mup_base_head_dim: float | None = flag(
+        "Channels of the base model's heads, whose 1/sqrt(d) the scores keep.",
+        section="maximal update parameterisation",
+        above=0.0,
+    )
+    mup_attn_scale_power: float = flag(
+        "Scores are divided by the channels of a head to this power.",
+        default=1.0,
+        section="maximal update parameterisation",
+    )
+
+    @property
+    def width_mult(self) -> float:
+        """Hidden size over that of the base model; 1 without maximal update parameterisation."""
+        if not self.use_mup or self.mup_base_hidden_size is None:
+            return 1.0
+        return self.hidden_size / self.mup_base_hidden_size
+
+    @property
+    def logit_multiplier(self) -> float:
+        """Factor of the logits with maximal update parameterisation."""
+        return 1.0 / self.width_mult if self.mup_output_mult == 1.0 else self.mup_output_mult
+
     @property
     def gated(self) -> bool:
         """Whether the feed-forward layer has a gate beside its linear half."""

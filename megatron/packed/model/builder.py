@@ -30,6 +30,7 @@ from megatron.packed.model.rotary import (
     YarnPositionIndexedRotaryEmbedding,
 )
 from megatron.packed.model.transformer_config import build_transformer_config
+from megatron.packed.model.width_transfer import multiply_ends
 
 
 def build_gpt_model(
@@ -90,10 +91,12 @@ def build_gpt_model(
             first_expert=first_expert(transformer_config),
             embedding_std=model_flags.embedding_init_method_std,
             xavier=model_flags.init_method_xavier_uniform,
+            width_mult=model_flags.width_mult,
         ),
         layer_offset=get_transformer_layer_offset(transformer_config, vp_stage),
     )
     reduce_experts_over_their_replicas(model, transformer_config)
+    multiply_ends(config, model)
     return model.to(accelerator.device)
 
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.packed.arguments import Config
 from megatron.packed.arguments.stages import virtual_size
 from megatron.packed.model.activations import quick_gelu, squared_relu
+from megatron.packed.model.width_transfer import attention_scale
 
 
 def _keep(weight: torch.Tensor) -> torch.Tensor:
@@ -60,6 +61,7 @@ def _attention(config: Config) -> dict[str, Any]:
     """How attention projects and masks, as far as layers read it."""
     model, attention = config.model, config.attention
     fields: dict[str, Any] = {
+        "softmax_scale": attention_scale(config),
         "softmax_type": attention.softmax_type,
         "qk_l2_norm": attention.qk_l2_norm,
         "attention_output_gate": attention.attention_output_gate,

@@ -101,6 +101,26 @@ def sequence_shards(config: Config) -> Iterator[str]:
         )
 
 
+def maximal_update(config: Config) -> Iterator[str]:
+    model = config.model
+    for dest in (
+        "mup_base_hidden_size",
+        "mup_embedding_mult",
+        "mup_output_mult",
+        "mup_base_head_dim",
+        "mup_attn_scale_power",
+    ):
+        if config.is_given(dest) and not model.use_mup:
+            name = f"--{dest.replace('_', '-')}"
+            yield f"{name} {config.get(dest):g}: needs --use-mup; add it or leave {name} out"
+    optimizer = config.optimization.optimizer
+    if model.use_mup and optimizer not in ("adam", "sgd"):
+        yield (
+            f"--use-mup: scales the rates of adam and sgd, not of --optimizer {optimizer}; change "
+            "one of them"
+        )
+
+
 RULES = (
     head_width,
     heads_over_tensor_parallel,
@@ -110,4 +130,5 @@ RULES = (
     flash_attention,
     position_table,
     sequence_shards,
+    maximal_update,
 )
