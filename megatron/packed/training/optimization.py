@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.model.transformer_config import params_dtype
+from megatron.packed.model.width_transfer import optimizer_overrides
 from megatron.packed.training.muon_chain import build_muon
 
 
@@ -24,7 +25,12 @@ def build_optimizer(
     if config.optimization.uses_muon:
         optimizer = build_muon(config, core, model, gloo_groups)
     else:
-        optimizer = get_megatron_optimizer(core, model, use_gloo_process_groups=gloo_groups)
+        optimizer = get_megatron_optimizer(
+            core,
+            model,
+            config_overrides=optimizer_overrides(config, core),
+            use_gloo_process_groups=gloo_groups,
+        )
     _fuse_updates(optimizer)
     return optimizer
 

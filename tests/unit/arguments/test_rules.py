@@ -20,6 +20,7 @@ DELTA = "--experimental-attention-variant gated_delta_net"
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
 BROKEN = [
     ("maximal_update", "--mup-base-hidden-size 32", "size 32: needs --use-mup", 1),
+    ("maximal_update", "--use-mup --optimizer muon", "not of --optimizer muon", 1),
     ("maximal_update", "--mup-output-mult 0.5", "--mup-output-mult 0.5: needs --use-mup", 1),
     (
         "recomputed_modules",
