@@ -5,6 +5,7 @@ Subclassed, never copied: which tokens form row `i` is megatron-core's business.
 - a sample is raw ids plus how many of them are real; no mask is derived from a token's value;
 - the cached index is keyed by the corpus's content too, so a corpus that was preprocessed anew
   under its old name can't meet an old index;
+- several epochs are in an order that doesn't depend on their number (`epoch_order`);
 - an index file cut short by an earlier crash is built again.
 """
 
@@ -18,14 +19,17 @@ import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
 
 from megatron.packed.data.document_weights import open_weights
+from megatron.packed.data.epoch_order import Indices, build_indices, cached_indices
 from megatron.packed.data.fim import FillInTheMiddle
 from megatron.packed.errors import DataError
 
@@ -120,6 +124,10 @@ class RowMixin:
         lengths = numpy.ascontiguousarray(self.dataset.sequence_lengths)
         self.unique_identifiers["sequences"] = len(lengths)
         self.unique_identifiers["sequence_lengths_crc32"] = zlib.crc32(lengths.data)
+        tokens = self._get_num_tokens_per_epoch()
+        epochs = self._get_num_epochs(tokens) if tokens else 1
+        if epochs > 1:
+            self.unique_identifiers["order"] = "epoch by epoch"
         self.unique_description = json.dumps(
             self.unique_identifiers, indent=4, default=lambda obj: obj.unique_identifiers
         )
@@ -131,7 +139,23 @@ class RowMixin:
             folder = default_cache_folder(self.dataset_path, type(self).__name__)
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
         build = super()._build_document_sample_shuffle_indices  # type: ignore[misc]
+        if epochs > 1:
+            build = partial(self._indices_of_epochs, folder, stem, epochs)
         return _rebuild_if_broken(build, folder, stem, _INDEX_FILES)
+
+    def _indices_of_epochs(self: Any, folder: str | None, stem: str, epochs: int) -> Indices:
+        drops = self.config.drop_last_partial_validation_sequence
+        build = partial(
+            build_indices,
+            self.dataset.sequence_lengths,
+            self.indices,
+            epochs=epochs,
+            seq_length=self.config.sequence_length,
+            seed=self.config.random_seed,
+            drop_last=drops if self.index_split == Split.valid else True,
+            extra_token=int(self.config.add_extra_token_to_sequence),
+        )
+        return cached_indices(folder, stem, self.unique_description, build)
 
 
 @dataclass

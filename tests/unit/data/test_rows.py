@@ -46,7 +46,43 @@ def row_dataset_of(prefix: str, cls: type = RowDataset, samples: int | None = No
     return cls(low_level, prefix, indices, samples, split, core_config(**changes))
 
 
-@pytest.mark.parametrize("samples", [None, 500])
+def test_more_epochs_leave_the_order_of_the_first_alone(corpus: str):
+    one = row_dataset_of(corpus, GPTDataset)
+    sizes = (len(one) + 1, 500, 900)
+    runs = [row_dataset_of(corpus, samples=samples) for samples in sizes]
+    rows = [[run[i]["text"].tolist() for i in range(len(run))] for run in runs]
+    for shorter, longer in zip(rows[:-1], rows[1:], strict=True):
+        assert longer[: len(shorter)] == shorter
+    core = [one[i] for i in range(len(one))]
+    assert [row[:-1] for row in rows[0][: len(one)]] == [r["tokens"].tolist() for r in core]
+    # Every epoch has every document once, and every row is there once.
+    last = runs[-1]
+    epochs = last.document_index.reshape(-1, 200)
+    assert (numpy.sort(epochs, axis=1) == numpy.arange(200)).all()
+    assert not (epochs[0] == epochs[1]).all()
+    assert sorted(last.shuffle_index.tolist()) == list(range(len(last)))
+    assert len(last) == len(row_dataset_of(corpus, GPTDataset, samples=900))
+    tokens = [t for d in last.document_index for t in numbered_documents(200)[d]]
+    for place in range(0, len(last), 7):
+        start = int(last.shuffle_index[place]) * S
+        assert rows[-1][place] == tokens[start : start + S + 1]
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_longer_runs_begin_with_the_same_rows(weights: bool, tmp_path: Path):
+    names = [write_corpus(tmp_path / n, numbered_documents(60, seed=i)) for i, n in enumerate("ab")]
+    path = ["0.3", names[0], "0.7", names[1]] if weights else names[:1]
+    config = run_config(data_path=path, split="1,0,0", data_cache_path=str(tmp_path / "cache"))
+
+    def rows(count: int) -> list[list[int]]:
+        train = build_datasets(config, ByteTokenizer(), SampleCounts(count, 0, 0)).train
+        return [train[i]["text"].tolist() for i in range(count)]
+
+    assert rows(700)[:300] == rows(300) and rows(300)[:20] == rows(20)
+    assert rows(700)[:300] == rows(300)  # from the cache, too
+
+
+@pytest.mark.parametrize("samples", [None, 120])
 def test_rows_are_gpt_datasets_rows(corpus: str, samples: int | None):
     ours = row_dataset_of(corpus, samples=samples)
     core = row_dataset_of(corpus, GPTDataset, samples=samples)
