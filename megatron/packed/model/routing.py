@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megatron.packed.model.token_slots import TokenSlots
 
+_ALIKE = 2.0**-16  # probabilities closer than this count as equal where tokens are dropped
+
 
 @dataclass(frozen=True)
 class LossShare:
@@ -65,6 +67,9 @@ def within_capacity(
 ) -> Tensor:
     """Which choices an expert serves when it takes only so many tokens of a micro-batch.
 
+    Of tokens that are equally probable, the first ones stay. Equal they often are, at the start
+    of documents, but for rounding that depends on the layout: it must not decide.
+
     Args:
         probs: [T, E], weights of the chosen experts.
         chosen: bool [T, E].
@@ -83,8 +88,7 @@ def within_capacity(
     share = (order >= 0).sum().double() * topk / experts
     capacity = torch.ceil(share * factor)
     first = order.argsort(stable=True)
-    keys = -first.argsort().to(probs.dtype) if by_position else probs.detach()
-    keys = keys[:, None].expand(tokens, experts) if by_position else keys
+    keys = probs.new_zeros(1, 1) if by_position else (probs.detach() / _ALIKE).round()
     keys = torch.where(chosen, keys, -math.inf)[first]
     best = keys.argsort(dim=0, descending=True, stable=True)
     rank = torch.empty_like(best).scatter_(
