@@ -19,7 +19,6 @@ log-sum-exp, MagiAttention for one engine over many plans.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from megatron.packed.attention.communicator import (
     Communicator,
     InProcessNetwork,
     Label,
-    Pending,
     ProcessGroupCommunicator,
     Task,
     drive,
@@ -42,7 +40,8 @@ from megatron.packed.attention.head_exchange import (
     tokens_to_heads,
 )
 from megatron.packed.attention.kernels import TileKernel, select_tile_kernel
-from megatron.packed.attention.plans.plan import AttentionPlan, Send, Step
+from megatron.packed.attention.plans.plan import AttentionPlan, Step
+from megatron.packed.attention.row_exchange import Arriving, RowExchanges, add_rows
 from megatron.packed.attention.sinks import add_sink, heads_in_steps, sink_gradient
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -206,85 +205,6 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-@dataclass(frozen=True)
-class _Arriving:
-    """A step's rows under way: `buffer` `[rows, columns]` is filled when `pending` ends."""
-
-    pending: Pending
-    buffer: Tensor
-
-
-class _Exchanges:
-    """Posts the messages of one pass over a plan.
-
-    Rows of keys and values travel side by side, `[rows, kv_heads * d + kv_heads * dv]`: one message
-    a peer and step.
-    """
-
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        communicator: Communicator,
-        key: Tensor,
-        value: Tensor,
-        phase: str,
-    ) -> None:
-        self._communicator = communicator
-        self._phase = phase
-        self.shapes = [tuple(key.shape[1:]), tuple(value.shape[1:])]
-        if len(plan.steps) > 1:
-            self._rows = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
-
-    def fetch(self, step: Step) -> _Arriving:
-        """Post a step's keys and values."""
-        buffer = self._rows.new_empty(step.rows_received, self._rows.shape[1])
-        sends = [(send.peer, _take(self._rows, send)) for send in step.sends]
-        receives = list(
-            zip(
-                [receive.peer for receive in step.receives],
-                buffer.split([receive.rows for receive in step.receives]),
-                strict=True,
-            )
-        )
-        return self._post(sends, receives, Label("keys", step.index, self._phase), buffer)
-
-    def give_back(self, step: Step, gradients: Tensor) -> _Arriving:
-        """Post the gradients of a step's rows to their owners, and expect those of rows lent."""
-        buffer = gradients.new_empty(step.rows_sent, gradients.shape[1])
-        parts = gradients.split([receive.rows for receive in step.receives])
-        peers = [receive.peer for receive in step.receives]
-        receives = list(
-            zip(
-                [send.peer for send in step.sends],
-                buffer.split([send.rows for send in step.sends]),
-                strict=True,
-            )
-        )
-        label = Label("gradients", step.index, self._phase)
-        return self._post(list(zip(peers, parts, strict=True)), receives, label, buffer)
-
-    def _post(self, sends, receives, label: Label, buffer: Tensor) -> _Arriving:
-        return _Arriving(self._communicator.exchange(sends, receives, label), buffer)
-
-
-def _take(rows: Tensor, send: Send) -> Tensor:
-    """The rows of a message; a view where they are one run."""
-    if len(send.starts) == 1:
-        return rows.narrow(0, int(send.starts[0]), int(send.counts[0]))
-    return rows.index_select(0, torch.from_numpy(send.index).to(rows.device))
-
-
-def _add_rows(rows: Tensor, step: Step, arrived: Tensor) -> None:
-    """Add what came back for the rows that a step lent, in the order of its sends."""
-    for send, part in zip(
-        step.sends, arrived.split([send.rows for send in step.sends]), strict=True
-    ):
-        if len(send.starts) == 1:
-            rows.narrow(0, int(send.starts[0]), int(send.counts[0])).add_(part)
-        else:
-            rows.index_add_(0, torch.from_numpy(send.index).to(rows.device), part)
-
-
 def _forward_steps(
     plan: AttentionPlan,
     communicator: Communicator,
@@ -303,8 +223,8 @@ def _forward_steps(
     dtype = _accumulator(query)
     out = make((plan.rows, q.shape[1], value.shape[2]), dtype=dtype)
     lse = q.new_full((plan.rows, q.shape[1]), -torch.inf, dtype=dtype)
-    exchanges = _Exchanges(plan, communicator, key, value, "forward")
-    arriving: _Arriving | None = None
+    exchanges = RowExchanges(communicator, key, value, "forward")
+    arriving: Arriving | None = None
     for index, step in enumerate(plan.steps):
         k, v = key, value
         if arriving is not None:
@@ -334,12 +254,12 @@ def _backward_steps(
     kernel, dtype = _kernel_for(query, value), _accumulator(query)
     width = max(key.shape[2], value.shape[2])
     q, grad, out = (kernel.prepare(x, width) for x in (query, grad, out))
-    exchanges = _Exchanges(plan, communicator, key, value, "backward")
+    exchanges = RowExchanges(communicator, key, value, "backward")
     columns = sum(heads * size for heads, size in exchanges.shapes)
     dq = q.new_zeros(query.shape, dtype=dtype)
     local_rows = q.new_zeros((plan.rows, columns), dtype=dtype)
-    arriving: _Arriving | None = None
-    returning: tuple[Step, _Arriving] | None = None
+    arriving: Arriving | None = None
+    returning: tuple[Step, Arriving] | None = None
     for index, step in enumerate(plan.steps):
         k, v, rows = key, value, local_rows
         if arriving is not None:
@@ -365,8 +285,8 @@ def _backward_steps(
             arriving = exchanges.fetch(late)
         if lent is not None:
             yield lent[1].pending
-            _add_rows(local_rows, lent[0], lent[1].buffer)
+            add_rows(local_rows, lent[0], lent[1].buffer)
     if returning is not None:
         yield returning[1].pending
-        _add_rows(local_rows, returning[0], returning[1].buffer)
+        add_rows(local_rows, returning[0], returning[1].buffer)
     return dq, *split_columns(local_rows, exchanges.shapes)
