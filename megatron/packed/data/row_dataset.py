@@ -28,6 +28,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import Split
 
+from megatron.packed.accelerator.compat import row_and_documents
 from megatron.packed.data.document_weights import open_weights
 from megatron.packed.data.epoch_order import Indices, build_indices, cached_indices
 from megatron.packed.data.fim import FillInTheMiddle
@@ -58,7 +59,8 @@ class RowMixin:
         Raises:
             DataError: if a token id is outside the tokenizer's vocabulary.
         """
-        text, document_ids = self._query_document_sample_shuffle_indices(idx)
+        parts = self._query_document_sample_shuffle_indices(idx)
+        text, document_ids = row_and_documents(parts)
         document_lengths = self._document_lengths(idx)
         length = int(document_lengths.sum())
         tokenizer = self.config.tokenizer
