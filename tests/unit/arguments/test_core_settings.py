@@ -162,6 +162,7 @@ def test_every_replacement_is_listed(name: str) -> None:
     if spec.takes_value:
         others = [choice for choice in spec.choices if choice != spec.default]
         value = others[0] if others else "core_attn" if spec.value_type is str else "1"
+        value = "0.5" if spec.default == 1 else value
     config = config_from_flags(f"{MINIMAL} {spec.name} {value}")
     rows = [listed for listed in config.replacements if listed.flag == spec.name]
     if spec.negative:  # turns off what isn't there

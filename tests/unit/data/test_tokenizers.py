@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from megatron.packed.accelerator.compat import core_version
 from megatron.packed.data.tokenizers import (
     TOKENIZER_BUILDERS,
     ByteTokenizer,
@@ -71,7 +72,9 @@ def test_null_tokenizer_adds_one_id_for_eod_as_megatron_core_does():
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer as Core
 
     ours, core = NullTokenizer(100), Core(100)
-    assert (ours.vocab_size, ours.eod) == (core.vocab_size, core.eod) == (101, 100)
+    assert (ours.vocab_size, ours.eod) == (101, 100)
+    if core_version() < (0, 19):  # which takes the last of the 100 for it; ours never moves an id
+        assert (core.vocab_size, core.eod) == (101, 100)
     assert ours.tokenize(" 3 99  100") == [3, 99, 100]
     assert ours.detokenize([3, 99]) == "3 99"
 
