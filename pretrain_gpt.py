@@ -28,11 +28,13 @@ def main() -> None:
 
     with environment.running(config) as this_process:
         from megatron.packed.training import setup
+        from megatron.packed.training.signals import watch_of
 
         setup.print_banner(config, this_process)
-        trainer = setup.build_trainer(config, this_process)
-        trainer.train()
-        trainer.evaluate_final()
+        with watch_of(config) as signals:
+            trainer = setup.build_trainer(config, this_process, signals)
+            trainer.train()
+            trainer.evaluate_final()
 
 
 if __name__ == "__main__":

@@ -31,10 +31,12 @@ def user_errors() -> Iterator[None]:
     and the launcher ends the others. A rank that is still there after a while was alone with its
     error, and prints it.
 
-    Exit codes: 2 for the command line, 1 for data, configuration and training errors.
+    Exit codes: 2 for the command line, 1 for data, configuration and training errors; all are
+    listed in docs/operations.md.
     """
     try:
         yield
+        _end_workers()
     except (ConfigurationError, DataError) as error:
         usage = isinstance(error, (CommandLineError, ConfigFileError))
         _leave(f"error: {error}", EXIT_USAGE if usage else EXIT_FAILURE)
@@ -42,12 +44,17 @@ def user_errors() -> Iterator[None]:
         _leave(f"error: {error}", EXIT_FAILURE)
 
 
+def _end_workers() -> None:
+    """End data-loader workers, which hold on to the output for seconds, and ignore signals."""
+    for loader in multiprocessing.active_children():
+        loader.kill()
+
+
 def _leave(message: str, code: int) -> None:
     if not _is_first_rank():
         time.sleep(_RANK_0_FIRST)
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    for loader in multiprocessing.active_children():
-        loader.terminate()  # else they hold on to the output for seconds
+    _end_workers()
     # Not sys.exit: process groups of a failed run would be torn down with warnings and waits.
     os._exit(code)

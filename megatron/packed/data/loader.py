@@ -133,4 +133,8 @@ def build_loader(
 def _quiet_worker(worker_id: int) -> None:
     # Ctrl-C reaches the whole process group. The parent ends the workers; one traceback is enough.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A cluster's request to end reaches workers too; the parent reads on until it has saved.
+    for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if callable(signal.getsignal(each)):
+            signal.signal(each, signal.SIG_IGN)
     warnings.simplefilter("ignore")

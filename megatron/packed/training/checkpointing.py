@@ -25,7 +25,6 @@ from megatron.packed.checkpoint.storage import (
     SavePlans,
     ShardedSave,
     SnapshotBuffers,
-    collective_device,
     on_rank_0,
 )
 from megatron.packed.data.files import require_writable_folder
@@ -57,7 +56,12 @@ class ResumePoint:
         # Upstream's own checkpoints count them among the arguments.
         elsewhere = getattr(common.get("args"), "consumed_train_samples", 0)
         consumed = common.get("consumed_samples", elsewhere)
-        return Progress(self.checkpoint.iteration, int(consumed), common.get("data"))
+        return Progress(
+            self.checkpoint.iteration,
+            int(consumed),
+            common.get("data"),
+            bool(common.get("evaluation_pending", False)),
+        )
 
     def restore(self, config: Config, step: TrainStep) -> None:
         """Put the state into a freshly built run; a collective call.
@@ -199,9 +203,14 @@ class CheckpointSaver:
         return CheckpointFolder(Path(self.config.checkpoint.save))
 
     @property
-    def is_due(self) -> bool:
-        """Whether an asynchronous save waits for `poll`."""
+    def in_flight(self) -> bool:
+        """Whether an asynchronous save is to be settled; the same on every rank."""
         return self._in_flight is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes files of an asynchronous save."""
+        return self._in_flight is not None and self._in_flight.thread.is_alive()
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after a step.
@@ -232,16 +241,6 @@ class CheckpointSaver:
             self.report(f"  saving checkpoint at iteration {iteration} in the background")
         else:
             self.report(f"  saved checkpoint at iteration {iteration} in {seconds:.2f} s")
-
-    def poll(self) -> None:
-        """Finish an asynchronous save that all ranks have written."""
-        if self._in_flight is None:
-            return
-        done = int(not self._in_flight.thread.is_alive())
-        everyone = torch.tensor([done], device=collective_device())
-        torch.distributed.all_reduce(everyone, torch.distributed.ReduceOp.MIN)
-        if everyone.item():
-            self._settle()
 
     def wait(self) -> None:
         """Finish an asynchronous save, however long it takes."""
@@ -286,6 +285,7 @@ class CheckpointSaver:
         common = alike | state.common_state(
             self.config, self.step, progress.iteration, progress.consumed_samples, data
         )
+        common["evaluation_pending"] = progress.evaluation_pending
         buffer = io.BytesIO()
         torch.save(common, buffer)
         arguments = json.dumps(state.flat_arguments(self.config), indent=1)

@@ -23,6 +23,7 @@ from megatron.packed.training.pipeline import StepShape
 from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
 from megatron.packed.training.replicas import check_replicas
 from megatron.packed.training.reporting import Reporter
+from megatron.packed.training.signals import SignalWatch, true_on_any_rank
 from megatron.packed.training.step import TrainStep
 
 
@@ -58,6 +59,7 @@ class Trainer:
         reporter: the log.
         progress: where the run is.
         saver: writes checkpoints; None without `--save`.
+        signals: knows whether the run was asked to end; None without `--exit-signal-handler`.
     """
 
     config: Config
@@ -67,30 +69,64 @@ class Trainer:
     reporter: Reporter
     progress: Progress = field(default_factory=Progress)
     saver: CheckpointSaver | None = None
+    signals: SignalWatch | None = None
 
     def train(self) -> None:
         """Run the remaining iterations, with periodic evaluation."""
         training, evaluation = self.config.training, self.config.evaluation
         print_rank_0(f"training from iteration {self.progress.iteration + 1}")
         self.reporter.restart_clock()
+        if self.progress.evaluation_pending and self.splits.valid:
+            self._evaluate_beside_training()
+            self.progress.evaluation_pending = False
         while self.progress.iteration < training.train_iters:
             self._train_one()
             iteration = self.progress.iteration
-            if self.splits.valid and iteration % evaluation.eval_interval == 0:
-                measured = self.reporter.pause_clock()
-                self._evaluate(self.splits.valid, f"iteration {iteration}")
-                self.reporter.resume_clock(measured)
+            due = bool(self.splits.valid) and iteration % evaluation.eval_interval == 0
+            if self._asked_to_end():
+                self.progress.evaluation_pending = due
+                self._say_why_it_ends()
+                break
+            if due:
+                self._evaluate_beside_training()
             self._save_if_due()
             if training.exit_interval and iteration % training.exit_interval == 0:
                 print_rank_0(f"exiting program at iteration {iteration}")
                 break
         self._save_last()
 
+    def _evaluate_beside_training(self) -> None:
+        measured = self.reporter.pause_clock()
+        self._evaluate(self.splits.valid, f"iteration {self.progress.iteration}")
+        self.reporter.resume_clock(measured)
+
+    def _asked_to_end(self) -> bool:
+        """Whether a signal reached any rank; with it, in one collective call, what else any
+        rank decides: an asynchronous save that all have written becomes a checkpoint.
+        """
+        questions = {}
+        if self.signals is not None:
+            questions["end"] = self.signals.received is not None
+        if self.saver is not None and self.saver.in_flight:
+            questions["writing"] = self.saver.is_writing
+        answers = true_on_any_rank(questions, self.environment.accelerator.device)
+        if self.saver is not None and not answers.get("writing", True):
+            self.saver.wait()
+        return answers.get("end", False)
+
+    def _say_why_it_ends(self) -> None:
+        assert self.signals is not None
+        received = self.signals.received
+        name = received.name if received is not None else "a signal on another rank"
+        kept = "saving" if self.saver is not None else "without --save, nothing is saved"
+        print_rank_0(
+            f"{name}: ending after iteration {self.progress.iteration}, {kept}; exit code 0"
+        )
+
     def _save_if_due(self) -> None:
-        """Finish what is being written, and begin the next checkpoint where one is due."""
+        """Begin the next checkpoint where one is due."""
         if self.saver is None:
             return
-        self.saver.poll()
         interval = self.config.checkpoint.save_interval
         if interval and self.progress.iteration % interval == 0:
             self._save(self.saver)
@@ -171,8 +207,9 @@ class Trainer:
     def evaluate_final(self) -> None:
         """Evaluate what the run ends with, on validation and test data."""
         where = f"the end of training, iteration {self.progress.iteration}"
-        self._evaluate(self.splits.valid, where)
-        self._evaluate(self.splits.test, where)
+        for held_out in (self.splits.valid, self.splits.test):
+            if held_out and not self._asked_to_end():
+                self._evaluate(held_out, where)
         self.reporter.close()
 
 

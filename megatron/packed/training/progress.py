@@ -18,11 +18,13 @@ class Progress:
         consumed_samples: samples trained on by all ranks.
         data: `Splits.state_dict()` at that point, where training goes on; None plans what was
             consumed again.
+        evaluation_pending: the run was ended before the evaluation that was due.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     data: dict[str, Any] | None = None
+    evaluation_pending: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megatron.packed.training.loop import (
 from megatron.packed.training.optimization import build_optimizer, build_scheduler
 from megatron.packed.training.progress import Progress
 from megatron.packed.training.reporting import Reporter
+from megatron.packed.training.signals import SignalWatch
 from megatron.packed.training.step import ForwardStep, TrainStep
 from megatron.packed.training.writers import ScalarWriters, open_writers
 
@@ -133,12 +134,15 @@ def _document_file(config: Config, environment: Environment) -> DocumentLossFile
     return file
 
 
-def build_trainer(config: Config, environment: Environment) -> Trainer:
+def build_trainer(
+    config: Config, environment: Environment, signals: SignalWatch | None = None
+) -> Trainer:
     """Build everything a run needs, checking all input before the first step.
 
     Args:
         config: a validated configuration.
         environment: what this process stands on.
+        signals: knows whether the run was asked to end; None where signals end it at once.
 
     Returns:
         A trainer, ready to train.
@@ -165,4 +169,4 @@ def build_trainer(config: Config, environment: Environment) -> Trainer:
     if config.checkpoint.save:
         saved = progress.iteration if resume and not resume.weights_only else None
         saver = CheckpointSaver(config, step, splits.state_dict, saved_iteration=saved)
-    return Trainer(config, environment, step, splits, reporter, progress, saver)
+    return Trainer(config, environment, step, splits, reporter, progress, saver, signals)

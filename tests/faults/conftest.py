@@ -1,0 +1,34 @@
+"""Data and uninterrupted runs that faulty ones are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.conftest import data_flags  # noqa: F401  (the same corpus)
+from tests.faults.fleet import COMMON, Fleet
+
+Reference = Callable[..., Fleet]
+
+
+@pytest.fixture(scope="session")
+def fault_flags(data_flags: str) -> str:  # noqa: F811
+    """The command line of all runs here."""
+    return f"{COMMON} {data_flags}"
+
+
+@pytest.fixture(scope="session")
+def reference(fault_flags: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The run of some ranks and flags that nothing happened to, made once."""
+    known: dict[tuple[int, str], Fleet] = {}
+
+    def get(world_size: int, flags: str = "") -> Fleet:
+        if (world_size, flags) not in known:
+            folder = tmp_path_factory.mktemp("uninterrupted")
+            fleet = Fleet(world_size, f"{fault_flags} {flags}", folder)
+            assert fleet.run() == [0] * world_size, fleet.output()
+            known[world_size, flags] = fleet
+        return known[world_size, flags]
+
+    return get
