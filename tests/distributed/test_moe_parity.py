@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -72,6 +73,7 @@ LAYOUTS = {
     "allgather-ep2": (2, "--moe-token-dispatcher-type allgather --expert-model-parallel-size 2"),
     "allgather-tp2": (2, f"--moe-token-dispatcher-type allgather {TP2}"),
     "ep2-distributed-optimizer": (2, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
+    "tp2-pp2": (4, f"{TP2} --pipeline-model-parallel-size 2"),
     "ep2-tp2": (4, f"{TP2} --expert-model-parallel-size 2"),
 }
 
@@ -106,6 +108,7 @@ def check_parity(result: RankResult, reference: RankResult) -> None:
     ):
         assert tokens == count
         assert loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
+    assert _logged(result.log) == pytest.approx(_logged(reference.log), rel=2e-6)
     result.statistics.padded_tokens = reference.statistics.padded_tokens  # alignment's own
     assert result.statistics == reference.statistics
     assert relative_l2(result.final_weights, reference.final_weights) < GRADIENT_TOLERANCE
@@ -125,7 +128,7 @@ def _makes_sense(kind: str, layout: str) -> bool:
     after the other. Biases of experts go without tensor parallelism.
     """
     if kind.startswith("global"):
-        return layout in ("tp2", "tp2-etp1", "tp2-ep2", "cp2", "cp2-ep2", "pp2")
+        return layout in ("tp2", "tp2-pp2", "tp2-etp1", "tp2-ep2", "cp2", "cp2-ep2", "pp2")
     return kind != "biases" or "tp2" not in layout
 
 
@@ -149,6 +152,24 @@ def test_layout_equals_one_process(
     check_parity(result, one_process(RUNS[kind]))
 
 
+@pytest.mark.parametrize("kind", [PACKED, ""], ids=["packs", "rows"])
+def test_global_loss_weighs_the_same_on_two_replicas(
+    kind: str, worker_pool: WorkerPools, data_flags: str
+) -> None:
+    """Two replicas with a row each against one process with a micro-batch of both."""
+    flags = f"{COMMON} {EXPERTS} {kind} --moe-router-load-balancing-type global_aux_loss "
+    flags += f"{data_flags} --global-batch-size 2 --micro-batch-size "
+    one, two = run(worker_pool, 1, flags + "2"), run(worker_pool, 2, flags + "1")
+    one.statistics.packs = two.statistics.packs
+    check_parity(two, one)
+    assert "global_load_balancing_loss: " in one.log
+
+
+def _logged(log: str) -> list[float]:
+    """Losses of routers in the lines of a log, in order."""
+    return [float(value) for value in re.findall(r"\w+_loss: (\S+)", log)]
+
+
 def test_reference_is_worth_comparing_with(one_process: Callable[[str], RankResult]) -> None:
     for flags in RUNS.values():
         reference = one_process(flags)
@@ -156,3 +177,5 @@ def test_reference_is_worth_comparing_with(one_process: Callable[[str], RankResu
         assert reference.losses[-1] < reference.losses[0] - 0.05
         names = [name for name in reference.gradient if name.endswith("router.weight")]
         assert names and all(reference.gradient[name].any() for name in names)
+        losses = _logged(reference.log)
+        assert bool(losses) == ("coeff" in flags) and all(0 < loss < 9 for loss in losses)
