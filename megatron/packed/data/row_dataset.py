@@ -68,9 +68,14 @@ class RowMixin:
         # Two passes over one row: microseconds, against an index error inside the embedding.
         if length and (text[:length].max() >= tokenizer.vocab_size or text[:length].min() < 0):
             bad = int(numpy.flatnonzero((text < 0) | (text >= tokenizer.vocab_size))[0])
+            ends = numpy.cumsum(document_lengths)
+            place = int(numpy.searchsorted(ends, bad, side="right"))
+            offset = bad - int(ends[place] - document_lengths[place])
+            if place == 0:
+                offset += int(self.sample_index[self.shuffle_index[idx]][1])
             raise DataError(
-                f"token id {int(text[bad])} in row {idx} of {self.dataset_path} (documents "
-                f"{document_ids[0]}..{document_ids[-1]}) is outside the tokenizer's "
+                f"token id {int(text[bad])} in document {document_ids[place]} of "
+                f"{self.dataset_path} (offset {offset}; row {idx}) is outside the tokenizer's "
                 f"[0, {tokenizer.vocab_size}); preprocess the corpus again with this tokenizer"
             )
         sample = {

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy
@@ -243,8 +244,13 @@ def test_a_broken_index_is_built_again(corpus: str, tmp_path: Path, blend: bool,
 
 def test_an_id_beyond_the_vocabulary_is_named_when_read(corpus: str):
     rows = row_dataset_of(corpus, tokenizer=NullTokenizer(100))
-    with pytest.raises(DataError, match=r"token id \d+ in row 0 of .*corpus_text_document"):
-        rows[0]
+    documents = numbered_documents(200)
+    said = r"token id (\d+) in document (\d+) of .*corpus_text_document \(offset (\d+); row"
+    for index in range(20):
+        with pytest.raises(DataError, match=said) as raised:
+            rows[index]
+        token, document, offset = map(int, re.search(said, str(raised.value)).groups())
+        assert documents[document][offset] == token >= 101
 
 
 def test_flags_that_exclude_each_other(corpus: str):
