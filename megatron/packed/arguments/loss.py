@@ -49,6 +49,23 @@ class LossConfig:
         "Log the token-mean training loss of each blended dataset.", default=False
     )
 
+    mtp_num_layers: int | None = flag(
+        "Predict so many tokens beyond the next one, each by a layer of its own that takes the "
+        "one before it as input.",
+        at_least=1,
+        at_most=4,
+    )
+    mtp_loss_scaling_factor: float = flag(
+        "Weight of the mean of the losses of --mtp-num-layers beside the main loss.",
+        default=0.1,
+        at_least=0,
+    )
+
+    @property
+    def mtp_depths(self) -> int:
+        """Predictions beyond the next token."""
+        return self.mtp_num_layers or 0
+
     @property
     def is_weighted(self) -> bool:
         """Whether tokens of different documents weigh differently in the objective."""

@@ -126,6 +126,9 @@ def _follow_upstream(config: Config) -> Config:
             ),
             True,
         )
+    if config.loss.mtp_depths:
+        # Its losses are divided by counts of the global batch, as the main loss then must be.
+        implied["calculate_per_token_loss"] = True
     return config.with_values(
         {d: v for d, v in implied.items() if config.get(d) != v}, source=DERIVED
     )

@@ -90,7 +90,8 @@ class PackedCoreAttention(MegatronModule):
         **unused: object,
     ) -> None:
         super().__init__(config=config)
-        self.layer_number = max(1, layer_number)
+        # Layers of multi-token prediction count on, and attend like the last layer of the decoder.
+        self.layer_number = min(max(1, layer_number), config.num_layers)
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         check_supported(config, attn_mask_type, attention_type, self.dropout, unused)

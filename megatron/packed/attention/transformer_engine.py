@@ -114,7 +114,8 @@ class TransformerEngineCoreAttention(MegatronModule):
             tp_group = parallel_state.get_tensor_model_parallel_group()
         if cp_group is None:
             cp_group = parallel_state.get_context_parallel_group()
-        self.layer_number = max(1, layer_number)
+        # Layers of multi-token prediction count on, and attend like the last one of the decoder.
+        self.layer_number = min(max(1, layer_number), config.num_layers)
         self._cp_size = config.context_parallel_size
         kind = exchanges[0] if len(exchanges) == 1 else exchanges[self.layer_number - 1]
         window = layer_window(config.window_size, config.window_attn_skip_freq, self.layer_number)

@@ -114,7 +114,7 @@ CAPABILITIES = (
         packed=False,
         backends=(),
         communications=("p2p", "all_gather", "striped", "a2a", "a2a+p2p"),
-        mtp=False,
+        mtp=True,
     ),
     Capability(
         helper="RingAttnContextParallelHelper",

@@ -28,7 +28,6 @@ from megatron.packed.context_parallel.helper_base import (
     HelperSettings,
 )
 from megatron.packed.data.bshd import BshdArrays, BshdBatch
-from megatron.packed.errors import ConfigurationError
 from megatron.packed.packing.batch import PackedBatch
 from megatron.packed.packing.partition import Partition, make_partition
 from megatron.packed.packing.plan import PackPlan
@@ -66,30 +65,24 @@ class ContextParallelHelper(ContextParallelHelperBase):
         """This rank's share of `[B, S, ...]`, or of each tensor of a mapping."""
         return self._slice_each(tensors, lambda x: self.slice_bshd(x, partition))
 
-    def pack(self, batch: BshdBatch, *, mtp_depths: int = 0) -> BshdBatch:
+    def pack(self, batch: BshdBatch) -> BshdBatch:
         """Cut a batch of rows to this rank's share, and plan its attention.
 
         Args:
             batch: whole rows, on the host.
-            mtp_depths: multi-token-prediction depths; rows have none.
 
         Returns:
             `[B, S / CP]` tensors; boundaries and counts stay those of the whole rows.
-
-        Raises:
-            ConfigurationError: for depths.
         """
-        if mtp_depths:
-            raise ConfigurationError(
-                f"{self.name}: has no labels for {mtp_depths} multi-token-prediction depths; add "
-                "--use-packed-sequence"
-            )
         partition = self.partition(*batch.tokens.shape)
         if partition is None:
             return batch
         boundaries = batch.cu_seqlens.numpy()
         names = ("tokens", "labels", "loss_mask", "position_ids", "valid_mask")
         share = self.slice({name: getattr(batch, name) for name in names}, partition)
+        for name in ("mtp_labels", "mtp_loss_masks"):
+            by_token = getattr(batch, name).movedim(0, -1)
+            share[name] = self.slice(by_token, partition).movedim(-1, 0)
         arrays = BshdArrays(
             **{name: x.numpy() for name, x in share.items()},
             cu_seqlens=boundaries,
@@ -100,6 +93,7 @@ class ContextParallelHelper(ContextParallelHelperBase):
             batch.real_tokens,
             batch.sample_indices,
             supervised_tokens=batch.supervised_tokens,
+            mtp_targets=batch.mtp_targets,
             attention=self.plans(boundaries, boundaries, partition),
         )
         return self._cut(cut)

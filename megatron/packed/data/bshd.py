@@ -30,6 +30,9 @@ class BshdArrays:
             b-major `[B * S]` tokens; each row starts a block.
         max_seqlen: tokens of the longest block.
         valid_mask: bool `[B, S]`, tokens that are no tail padding.
+        mtp_labels: int64 `[K, B, S]`, label of depth 1, 2, ...: the token 1 + k places on in the
+            row, 0 past its end.
+        mtp_loss_masks: float32 `[K, B, S]`, 1 where these count.
     """
 
     tokens: numpy.ndarray
@@ -39,6 +42,8 @@ class BshdArrays:
     cu_seqlens: numpy.ndarray
     max_seqlen: int
     valid_mask: numpy.ndarray
+    mtp_labels: numpy.ndarray
+    mtp_loss_masks: numpy.ndarray
 
 
 def build_bshd(
@@ -50,6 +55,7 @@ def build_bshd(
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
+    mtp_depths: int = 0,
 ) -> BshdArrays:
     """Cut rows into inputs and labels and derive masks, positions and boundaries.
 
@@ -60,7 +66,9 @@ def build_bshd(
         targets: `[B, S + 1]`, not 0 where an id may be a label that counts; None means all.
         reset_position_ids: restart positions at 0 after each EOD.
         reset_attention_mask: no attention across an EOD.
-        eod_mask_loss: no loss where the *input* is EOD.
+        eod_mask_loss: no loss where the *input* is EOD. No deeper prediction crosses such a
+            position, either.
+        mtp_depths: multi-token-prediction depths beyond the main loss.
 
     Returns:
         The batch. A label beyond a row's real ids is never supervised, and an EOD id in the tail
@@ -109,7 +117,23 @@ def build_bshd(
         cu_seqlens=cu_seqlens,
         max_seqlen=int(numpy.diff(cu_seqlens).max(initial=0)),
         valid_mask=place < lengths,
+        **_deeper(labels, supervised, mtp_depths),
     )
+
+
+def _deeper(
+    labels: numpy.ndarray, supervised: numpy.ndarray, depths: int
+) -> dict[str, numpy.ndarray]:
+    """Labels and masks of every depth, from those of the main loss."""
+    deeper_labels = numpy.zeros((depths, *labels.shape), dtype=numpy.int64)
+    masks = numpy.zeros((depths, *labels.shape), dtype=numpy.float32)
+    so_far = supervised
+    for depth in range(1, min(depths, labels.shape[1] - 1) + 1):
+        # A chain of predictions: each of its inputs had to be one that may be predicted from.
+        so_far = so_far[:, :-1] & supervised[:, depth:]
+        deeper_labels[depth - 1, :, :-depth] = labels[:, depth:]
+        masks[depth - 1, :, :-depth] = so_far
+    return {"mtp_labels": deeper_labels, "mtp_loss_masks": masks}
 
 
 @dataclass(frozen=True)
@@ -121,6 +145,7 @@ class BshdBatch:
         num_blocks: causal attention blocks.
         real_tokens: input tokens that are no tail padding.
         supervised_tokens: positions whose label counts.
+        mtp_targets: those of depth 1, 2, ...
         sum_squared_lengths: over attention blocks.
         sample_indices: the samples' places in the dataset, for error messages.
         buffer: uint8, the bytes that the tensors are views of.
@@ -134,10 +159,13 @@ class BshdBatch:
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor
     valid_mask: torch.Tensor
+    mtp_labels: torch.Tensor
+    mtp_loss_masks: torch.Tensor
     max_seqlen: int
     num_blocks: int
     real_tokens: int
     supervised_tokens: int
+    mtp_targets: tuple[int, ...]
     sum_squared_lengths: int
     sample_indices: tuple[int, ...]
     buffer: torch.Tensor
@@ -151,6 +179,7 @@ class BshdBatch:
         sample_indices: Sequence[int],
         *,
         supervised_tokens: int | None = None,
+        mtp_targets: Sequence[int] | None = None,
         attention: Any = None,
     ) -> Self:
         """Put a batch on the host into one buffer.
@@ -160,10 +189,13 @@ class BshdBatch:
             real_tokens: input tokens that are no tail padding.
             sample_indices: places in the dataset.
             supervised_tokens: positions whose label counts; by default those of the arrays.
+            mtp_targets: those of each depth; by default those of the arrays.
             attention: plans, where the arrays are one rank's share.
         """
         if supervised_tokens is None:
             supervised_tokens = int(numpy.count_nonzero(arrays.loss_mask))
+        if mtp_targets is None:
+            mtp_targets = [int(numpy.count_nonzero(mask)) for mask in arrays.mtp_loss_masks]
         lengths = numpy.diff(arrays.cu_seqlens).astype(numpy.int64)
         rows, seq_length = arrays.tokens.shape
         header = _Header(
@@ -171,6 +203,7 @@ class BshdBatch:
             seq_length=seq_length,
             num_blocks=len(lengths),
             num_indices=len(sample_indices),
+            depths=len(arrays.mtp_labels),
             max_seqlen=arrays.max_seqlen,
             real_tokens=real_tokens,
             supervised_tokens=supervised_tokens,
@@ -182,7 +215,9 @@ class BshdBatch:
             arrays.tokens,
             arrays.labels,
             arrays.position_ids,
-            numpy.array(sample_indices, dtype=numpy.int64),
+            numpy.array([*mtp_targets, *sample_indices], dtype=numpy.int64),
+            arrays.mtp_labels,
+            arrays.mtp_loss_masks,
             arrays.loss_mask,
             arrays.cu_seqlens,
             arrays.valid_mask,
@@ -200,15 +235,15 @@ class BshdBatch:
         """
         words = 8 * len(_Header._fields)
         header = _Header(*buffer[:words].view(torch.int64).tolist())
-        indices = words + 3 * 8 * header.rows * header.seq_length
-        held = buffer[indices : indices + 8 * header.num_indices].view(torch.int64).tolist()
-        return cls._over(buffer, header, tuple(held), attention)
+        at = words + 3 * 8 * header.rows * header.seq_length
+        held = buffer[at : at + 8 * (header.depths + header.num_indices)]
+        return cls._over(buffer, header, tuple(held.view(torch.int64).tolist()), attention)
 
     @classmethod
     def _over(
-        cls, buffer: torch.Tensor, header: _Header, indices: tuple[int, ...], attention: Any
+        cls, buffer: torch.Tensor, header: _Header, numbers: tuple[int, ...], attention: Any
     ) -> Self:
-        """Take views of a buffer on any device."""
+        """Take views of a buffer on any device; `numbers` are its targets and sample indices."""
         shape = (header.rows, header.seq_length)
         size = header.rows * header.seq_length
         at = 8 * len(_Header._fields)
@@ -219,11 +254,14 @@ class BshdBatch:
             return buffer[begin:at].view(dtype)
 
         tokens, labels, position_ids = (take(size, torch.int64).view(shape) for _ in range(3))
-        take(header.num_indices, torch.int64)
+        take(header.depths + header.num_indices, torch.int64)
+        deeper = (header.depths, *shape)
         return cls(
             tokens=tokens,
             labels=labels,
             position_ids=position_ids,
+            mtp_labels=take(header.depths * size, torch.int64).view(deeper),
+            mtp_loss_masks=take(header.depths * size, torch.float32).view(deeper),
             loss_mask=take(size, torch.float32).view(shape),
             cu_seqlens=take(header.num_blocks + 1, torch.int32),
             valid_mask=take(size, torch.bool).view(shape),
@@ -232,7 +270,8 @@ class BshdBatch:
             real_tokens=header.real_tokens,
             supervised_tokens=header.supervised_tokens,
             sum_squared_lengths=header.sum_squared_lengths,
-            sample_indices=indices,
+            mtp_targets=numbers[: header.depths],
+            sample_indices=numbers[header.depths :],
             buffer=buffer,
             attention=attention,
         )
@@ -244,12 +283,14 @@ class BshdBatch:
             seq_length=seq_length,
             num_blocks=self.num_blocks,
             num_indices=len(self.sample_indices),
+            depths=len(self.mtp_targets),
             max_seqlen=self.max_seqlen,
             real_tokens=self.real_tokens,
             supervised_tokens=self.supervised_tokens,
             sum_squared_lengths=self.sum_squared_lengths,
         )
-        return self._over(buffer, header, self.sample_indices, self.attention)
+        numbers = self.mtp_targets + self.sample_indices
+        return self._over(buffer, header, numbers, self.attention)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """The same batch on `device`: one copy."""
@@ -271,6 +312,7 @@ class _Header(NamedTuple):
     seq_length: int
     num_blocks: int
     num_indices: int
+    depths: int
     max_seqlen: int
     real_tokens: int
     supervised_tokens: int
@@ -286,12 +328,14 @@ class BshdCollator:
         reset_position_ids: see `build_bshd`.
         reset_attention_mask: see `build_bshd`.
         eod_mask_loss: see `build_bshd`.
+        mtp_depths: see `build_bshd`.
     """
 
     eod_id: int
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    mtp_depths: int = 0
 
     def __call__(self, samples: list[dict[str, Any]]) -> BshdBatch:
         """Collate.
@@ -311,6 +355,7 @@ class BshdCollator:
             reset_position_ids=self.reset_position_ids,
             reset_attention_mask=self.reset_attention_mask,
             eod_mask_loss=self.eod_mask_loss,
+            mtp_depths=self.mtp_depths,
         )
         return BshdBatch.from_arrays(
             arrays,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,17 +45,20 @@ class LossCalculationHelper:
         weighted: the objective is another one than the mean over tokens.
         datasets: names of the blended datasets whose losses are reported.
         keep_document_sums: return the loss of each document.
+        mtp_depths: predictions beyond the next token, whose losses are reported.
     """
 
     weighted: bool = False
     datasets: tuple[str, ...] = ()
     keep_document_sums: bool = False
+    mtp_depths: int = 0
 
     @property
     def report_names(self) -> tuple[str, ...]:
         """Names of the reports, in the order that ranks add them up in."""
         named = tuple(dataset_report(name) for name in self.datasets)
-        return (LM_LOSS, *((OBJECTIVE,) if self.weighted else ()), *named)
+        deeper = tuple(map(mtp_report, range(1, self.mtp_depths + 1)))
+        return (LM_LOSS, *deeper, *((OBJECTIVE,) if self.weighted else ()), *named)
 
     def compute_loss(
         self,
@@ -62,6 +66,7 @@ class LossCalculationHelper:
         packed_seq_params: Any,
         loss_mask: Tensor,
         scale: Tensor | None = None,
+        mtp_reports: Sequence[Tensor] = (),
     ) -> LossResult:
         """Sum and count the losses of a micro-batch.
 
@@ -71,9 +76,13 @@ class LossCalculationHelper:
             loss_mask: float32 `[B, S]`, nonzero where supervised.
             scale: float64 scalar, supervised tokens of the global batch over their weights; None
                 where no gradient is taken.
+            mtp_reports: `[2]` tensors (sum, count) of the deeper predictions; their gradient flows
+                beside this one.
         """
         tokens = token_loss(losses, loss_mask)
         reports = {LM_LOSS: tokens.report}
+        for depth, report in enumerate(mtp_reports, start=1):
+            reports[mtp_report(depth)] = report
         if not (self.weighted or self.datasets or self.keep_document_sums):
             return LossResult(tokens.total, tokens.count, reports)
         assert isinstance(packed_seq_params, PackedSeqParamsWithValidTokens)
@@ -115,6 +124,11 @@ class LossCalculationHelper:
         both = torch.stack((totals[:number], held), dim=1)
         names = map(dataset_report, self.datasets)
         return dict(zip(names, both.unbind(), strict=True))
+
+
+def mtp_report(depth: int) -> str:
+    """What the loss of a deeper prediction is called, as upstream calls it."""
+    return f"mtp_{depth} loss"
 
 
 def dataset_report(name: str) -> str:

@@ -23,7 +23,7 @@ from megatron.packed.model.initialization import (
     initialize_weights,
     is_routed_expert,
 )
-from megatron.packed.model.layer_specs import build_layer_spec
+from megatron.packed.model.layer_specs import build_layer_spec, build_mtp_block_spec
 from megatron.packed.model.rotary import (
     PositionIndexedRotaryEmbedding,
     Yarn,
@@ -74,6 +74,7 @@ def build_gpt_model(
             else model_flags.position_embedding_type
         ),
         rotary=build_rotary_embedding(config),
+        mtp_block_spec=build_mtp_block_spec(config, transformer_config, accelerator, vp_stage),
         vp_stage=vp_stage,
     )
     initialize_weights(

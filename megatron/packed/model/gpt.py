@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -9,17 +11,19 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron.packed.loss.cross_entropy import vocab_parallel_cross_entropy
 from megatron.packed.model.moe import moe_layers
+from megatron.packed.model.mtp import DeeperTargets, deeper_losses
 from megatron.packed.model.rotary import PositionIndexedRotaryEmbedding
 
 
 class PackedGPTModel(GPTModel):
     """megatron-core's GPTModel, told by the batch which position every token has.
 
-    Two things differ from the base class. Rotary embeddings are looked up by the batch's position
+    Three things differ from the base class. Rotary embeddings are looked up by the batch's position
     ids instead of being rebuilt from sequence lengths, so that packed documents, resets and every
     partition of the tokens are right by construction. And the cross entropy leaves out the
     columns that only pad the vocabulary to a multiple of the tensor-parallel size, so the loss
-    doesn't depend on that size.
+    doesn't depend on that size. Multi-token prediction takes its inputs and labels from the batch,
+    see `mtp`.
 
     Args:
         real_vocab_size: ids of the tokenizer, without padding.
@@ -37,11 +41,19 @@ class PackedGPTModel(GPTModel):
         super().__init__(**kwargs)
         self.real_vocab_size = real_vocab_size
         self.rotates = rotary is not None
+        self._deeper: DeeperTargets | None = None
         if rotary is not None:
             self.rotary_pos_emb = rotary
+        if self.mtp_process:
+            self._share_embeddings()
 
     def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        *args: Any,
+        mtp: DeeperTargets | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Run this pipeline stage.
 
@@ -49,6 +61,7 @@ class PackedGPTModel(GPTModel):
             input_ids: int64 [B, S], or [1, T] when packed.
             position_ids: int64 of the same shape; given on every pipeline stage.
             *args: as GPTModel.forward.
+            mtp: inputs and labels of multi-token prediction; given on every pipeline stage.
             **kwargs: as GPTModel.forward.
 
         Returns:
@@ -57,10 +70,25 @@ class PackedGPTModel(GPTModel):
         slots = kwargs.get("padding_mask")
         if slots is not None:
             kwargs["padding_mask"] = self._slots_of_stage(slots)
-        if not self.rotates:
-            return super().forward(input_ids, position_ids, *args, **kwargs)
-        with self.rotary_pos_emb.positions(position_ids):
-            return super().forward(input_ids, position_ids, *args, **kwargs)
+        positions: Any = contextlib.nullcontext()
+        if self.rotates:
+            positions = self.rotary_pos_emb.positions(position_ids)
+        self._deeper = mtp
+        try:
+            with positions:
+                return super().forward(input_ids, position_ids, *args, **kwargs)
+        finally:
+            self._deeper = None
+
+    def _share_embeddings(self) -> None:
+        """Make the embeddings of a stage that predicts further tokens copies like any other.
+
+        megatron-core allocates tied output weights there that nothing reads, which its own
+        checkpoints refuse, and doesn't tell the optimizer what the copy is.
+        """
+        self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.share_embeddings_and_output_weights:
+            self.output_layer.weight = None
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As GPTModel's; latent attention is handed the rotary embedding, too."""
@@ -85,6 +113,54 @@ class PackedGPTModel(GPTModel):
         for _, layer in moe_layers(getattr(self, "mtp", None)):
             layer.slots_of_batch = cut
         return slots if self.pre_process else cut
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As GPTModel's, with multi-token prediction on what the batch brings for it.
+
+        Args:
+            hidden_states: [S, B, H] of the decoder; after an earlier stage's prediction those of
+                all depths, laid end to end.
+            *args: as GPTModel's.
+            **kwargs: as GPTModel's.
+        """
+        if not self.config.mtp_num_layers:
+            return super()._postprocess(hidden_states, *args, **kwargs)
+        assert not args  # GPTModel.forward names everything but the hidden states
+        targets = self._deeper
+        if self.mtp_process and targets is not None:
+            names = inspect.signature(self.mtp.forward).parameters
+            hidden_states = self.mtp(
+                **{name: value for name, value in kwargs.items() if name in names}
+                | {"input_ids": targets.tokens, "hidden_states": hidden_states},
+                embedding=self.embedding,
+            )
+        if not self.post_process:
+            return hidden_states
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+
+        def losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits, _ = self.output_layer(hidden, weight=weight)
+            return self.compute_language_model_loss(labels, logits)
+
+        if targets is not None:
+            depths = 1 + self.config.mtp_num_layers
+            hidden_states = deeper_losses(
+                list(hidden_states.chunk(depths)),
+                targets,
+                losses_of,
+                self.config.mtp_loss_scaling_factor,
+            )
+        labels = kwargs.get("labels")
+        if labels is not None:
+            return losses_of(hidden_states, labels)
+        logits, _ = self.output_layer(
+            hidden_states,
+            weight=weight,
+            runtime_gather_output=kwargs.get("runtime_gather_output"),
+        )
+        return logits.transpose(0, 1).contiguous()
 
     def compute_language_model_loss(
         self, labels: torch.Tensor, logits: torch.Tensor

@@ -9,6 +9,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -25,6 +28,7 @@ from megatron.packed.model.attention_engine import select_core_attention
 from megatron.packed.model.gated_delta_net import GatedDeltaNet
 from megatron.packed.model.latent_attention import PackedMLASelfAttention
 from megatron.packed.model.moe import use_packed_experts
+from megatron.packed.model.mtp import build_mtp_spec
 from megatron.packed.model.norms import L2Norm, LayerNorm, RMSNorm
 
 
@@ -95,6 +99,31 @@ def _transformer_engine_layer_spec(config: Config, num_experts: int | None) -> M
     return spec
 
 
+def _layer_kinds(
+    config: Config,
+    transformer_config: TransformerConfig,
+    accelerator: Accelerator,
+    wanted: set[tuple[bool, bool]],
+) -> dict[tuple[bool, bool], ModuleSpec]:
+    """Layers by whether they hold experts and whether their attention is linear."""
+    make, norm = _local_layer_spec, _norm(config)
+    if uses_transformer_engine(config, accelerator):
+        make, norm = _transformer_engine_layer_spec, _transformer_engine_norm()
+    kinds = {
+        (experts, is_linear): make(config, config.moe.num_experts if experts else None)
+        for experts, is_linear in wanted
+    }
+    own = select_core_attention(config, transformer_config, accelerator)
+    if own is not None:
+        for spec in kinds.values():
+            spec.submodules.self_attention.submodules.core_attention = own
+    for (_, is_linear), spec in kinds.items():
+        if is_linear:
+            spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
+            spec.submodules.input_layernorm = norm  # TransformerEngine's is part of its attention
+    return kinds
+
+
 def build_layer_spec(
     config: Config,
     transformer_config: TransformerConfig,
@@ -103,33 +132,40 @@ def build_layer_spec(
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The specification that GPTModel builds one pipeline stage's decoder from."""
     pattern = config.moe.expert_layers(config.model.num_layers)
-    if uses_transformer_engine(config, accelerator):
-        make = _transformer_engine_layer_spec
-    else:
-        make = _local_layer_spec
     linear = config.linear_attention.linear_layers(config.model.num_layers)
     layers = tuple(zip(pattern, linear, strict=True))
-    kinds = {
-        (experts, is_linear): make(config, config.moe.num_experts if experts else None)
-        for experts, is_linear in set(layers)
-    }
-    own = select_core_attention(config, transformer_config, accelerator)
-    if own is not None:
-        for spec in kinds.values():
-            spec.submodules.self_attention.submodules.core_attention = own
-    if make is _transformer_engine_layer_spec:
+    kinds = _layer_kinds(config, transformer_config, accelerator, set(layers))
+    norm: type = _norm(config)
+    if uses_transformer_engine(config, accelerator):
         if set(layers) == {layers[0]} and not linear[0]:
             return kinds[layers[0]]
-        norm: type = _transformer_engine_norm()
-    else:
-        norm = _norm(config)
-    for (_, is_linear), spec in kinds.items():
-        if is_linear:
-            spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet)
-            spec.submodules.input_layernorm = norm  # TransformerEngine's is part of its attention
+        norm = _transformer_engine_norm()
     first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
     count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(
         layer_specs=[kinds[kind] for kind in layers[first : first + count]],
         layer_norm=norm,
     )
+
+
+def build_mtp_block_spec(
+    config: Config,
+    transformer_config: TransformerConfig,
+    accelerator: Accelerator,
+    vp_stage: int | None = None,
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The specification of a stage's multi-token prediction.
+
+    Its layers hold experts if the decoder's last one does; their attention is never linear. None
+    where the stage predicts no further tokens.
+    """
+    if not config.loss.mtp_num_layers:
+        return None
+    kind = config.moe.expert_layers(config.model.num_layers)[-1], False
+    layer = _layer_kinds(config, transformer_config, accelerator, {kind})[kind]
+    if uses_transformer_engine(config, accelerator):
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        norm, backend = _transformer_engine_norm(), TESpecProvider()
+        return build_mtp_spec(transformer_config, layer, norm, backend, vp_stage)
+    return build_mtp_spec(transformer_config, layer, _norm(config), vp_stage=vp_stage)

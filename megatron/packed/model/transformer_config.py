@@ -226,6 +226,8 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         fp16=training.fp16,
         calculate_per_token_loss=training.calculate_per_token_loss,
         deterministic_mode=training.deterministic_mode,
+        mtp_num_layers=config.loss.mtp_num_layers,
+        mtp_loss_scaling_factor=config.loss.mtp_loss_scaling_factor,
         recompute_granularity=training.recompute_granularity,
         recompute_method=training.recompute_method,
         recompute_num_layers=training.recompute_num_layers,

@@ -190,8 +190,8 @@ class PackedBatch:
         position_ids: int64 `[1, T]`.
         valid_mask: bool `[1, T]`.
         document_ids: int32 `[1, T]`, -1 in padding.
-        mtp_labels: int64 `[1, T]` for depth 1, 2, ...
-        mtp_loss_masks: float32 `[1, T]` for depth 1, 2, ...
+        mtp_labels: int64 `[K, 1, T]`, of depth 1, 2, ...
+        mtp_loss_masks: float32 `[K, 1, T]`.
         packed_seq_params: metadata of the whole pack.
         statistics: counts of the whole pack.
         buffer: uint8, the bytes that the tensors are views of.
@@ -203,8 +203,8 @@ class PackedBatch:
     position_ids: Tensor
     valid_mask: Tensor
     document_ids: Tensor
-    mtp_labels: list[Tensor]
-    mtp_loss_masks: list[Tensor]
+    mtp_labels: Tensor
+    mtp_loss_masks: Tensor
     packed_seq_params: PackedSeqParamsWithValidTokens
     statistics: PackStatistics
     buffer: Tensor
@@ -356,16 +356,11 @@ class PackedBatch:
         position_ids = words.as_strided(shape, strides, first + positions // 8)
         flags = buffer.as_strided(shape, strides, buffer.storage_offset() + valid)
         valid_mask = flags.view(torch.bool)
-        label_rows = [
-            words.as_strided(shape, strides, first + labels // 8 + depth * t)
-            for depth in range(depths)
-        ]
-        weight_rows = [
-            halves.as_strided(shape, strides, first_half + weights // 4 + depth * t).view(
-                torch.float32
-            )
-            for depth in range(depths)
-        ]
+        by_depth, depth_strides = (depths, 1, t), (t, t, 1)
+        label_rows = words.as_strided(by_depth, depth_strides, first + labels // 8)
+        weight_rows = halves.as_strided(by_depth, depth_strides, first_half + weights // 4).view(
+            torch.float32
+        )
         bounds = (layout.num_segments + 1,)
         cu_seqlens = cu_padded = halves.as_strided(bounds, (1,), first_half + real // 4)
         if params.cu_seqlens_padded_host is not params.cu_seqlens_host:

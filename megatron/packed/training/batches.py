@@ -31,6 +31,7 @@ from megatron.packed.context_parallel.context_parallel_helper import (
 from megatron.packed.data.bshd import BshdBatch, BshdCollator
 from megatron.packed.errors import ConfigurationError, DataError
 from megatron.packed.loss.document import update_packed_doc_level_params
+from megatron.packed.model.mtp import DeeperTargets
 from megatron.packed.model.token_slots import pack_slots, row_slots
 from megatron.packed.packing import (
     Alignment,
@@ -120,6 +121,8 @@ class MicroBatch:
         statistics: counts of this micro-batch, over all context-parallel ranks.
         cp_size: context-parallel ranks that share this micro-batch.
         scales: of the global batch that a step trains on, where its loss needs them.
+        mtp_labels: int64 [K, B, S], labels of multi-token prediction; K may be 0.
+        mtp_loss_masks: float32 [K, B, S].
     """
 
     tokens: torch.Tensor
@@ -131,8 +134,17 @@ class MicroBatch:
     document_ids: torch.Tensor | None
     packed_seq_params: PackedSeqParams | None
     statistics: BatchStatistics
+    mtp_labels: torch.Tensor
+    mtp_loss_masks: torch.Tensor
     cp_size: int = 1
     scales: Scales | None = None
+
+    def deeper_targets(self) -> DeeperTargets | None:
+        """What multi-token prediction takes of this micro-batch; None without depths."""
+        if not len(self.mtp_labels):
+            return None
+        scales = None if self.scales is None else self.scales.depths
+        return DeeperTargets.of(self.labels, self.mtp_labels, self.mtp_loss_masks, scales)
 
     def token_slots(self) -> torch.Tensor:
         """What a mixture of experts must know of each slot: int64 [B, S], see `token_slots`."""
@@ -282,15 +294,16 @@ def build_collator(
         alignment = pack_alignment(config)
         capacity = pack_capacity(config, alignment)
         if config.packing.packs_documents:
-            return DocumentCollator(alignment, capacity, helper)
+            return DocumentCollator(alignment, capacity, helper, loss.mtp_depths)
         by_index = config.packing.document_boundaries == "index"
-        return PackingCollator(eod_id, alignment, capacity, by_index, helper)
+        return PackingCollator(eod_id, alignment, capacity, by_index, helper, loss.mtp_depths)
     data = config.data
     whole = BshdCollator(
         eod_id,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
+        mtp_depths=loss.mtp_depths,
     )
     if helper is None:
         return whole
@@ -318,6 +331,8 @@ def _from_pack(batch: PackedBatch) -> MicroBatch:
             supervised_tokens=counts.supervised_tokens,
             sum_squared_lengths=counts.sum_squared_lengths,
         ),
+        mtp_labels=batch.mtp_labels,
+        mtp_loss_masks=batch.mtp_loss_masks,
         cp_size=1 if plans is None else plans.cp_size,
     )
 
@@ -342,6 +357,8 @@ def _from_rows(batch: BshdBatch, block_diagonal: bool) -> MicroBatch:
             supervised_tokens=batch.supervised_tokens,
             sum_squared_lengths=batch.sum_squared_lengths,
         ),
+        mtp_labels=batch.mtp_labels,
+        mtp_loss_masks=batch.mtp_loss_masks,
         cp_size=cp_size,
     )
 

@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
 
 from megatron.packed.accelerator import Accelerator, select_accelerator
 from megatron.packed.arguments import Config
-from megatron.packed.arguments.stages import virtual_size
+from megatron.packed.arguments.stages import stages_of, virtual_size
 from megatron.packed.errors import ConfigurationError
 
 
@@ -116,6 +117,7 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
         create_gloo_process_groups=(
             accelerator.name == "cuda" and config.acceleration.use_gloo_process_groups
         ),
+        get_embedding_ranks=partial(_holders_of_word_embeddings, config),
     )
 
 
@@ -129,6 +131,25 @@ def _expert_tensor_parallel_size(config: Config) -> int:
     if config.moe.num_experts is None and parallel.use_tp_pp_dp_mapping:
         return parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return config.moe.expert_tensor_parallel_size
+
+
+def _holders_of_word_embeddings(config: Config, pipeline: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold a copy of the word embeddings, and add its gradients up.
+
+    Args:
+        config: a validated configuration.
+        pipeline: its ranks in the order of their stages.
+    """
+    stages = stages_of(config)
+    holders = {pipeline[0]}
+    if not config.model.untie_embeddings_and_output_weights:
+        holders.add(pipeline[-1])
+    if config.loss.mtp_depths:
+        predicting = stages.first_prediction
+        last = len(stages.layers) - 1
+        stage = last if predicting is None else predicting
+        holders.add(pipeline[stage % stages.processes])
+    return [rank for rank in pipeline if rank in holders]
 
 
 def _host_tp_group(accelerator: Accelerator) -> torch.distributed.ProcessGroup:

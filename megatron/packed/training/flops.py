@@ -45,16 +45,20 @@ class FlopsCounter:
         model = config.model
         hidden = model.hidden_size
         attention, pair = _attention_products(config)
-        products = model.num_layers * attention + hidden * padded_vocab_size
-        products += sum(
-            _feed_forward_products(config, experts)
-            for experts in config.moe.expert_layers(model.num_layers)
-        )
+        # Each deeper prediction joins two hidden states, and has a layer and logits of its own.
+        deeper = config.loss.mtp_depths
+        layers = model.num_layers + deeper
+        pattern = config.moe.expert_layers(model.num_layers)
+        pattern += pattern[-1:] * deeper
+        products = layers * attention + (1 + deeper) * hidden * padded_vocab_size
+        products += deeper * 2 * hidden * hidden
+        products += sum(_feed_forward_products(config, experts) for experts in pattern)
         windows = config.attention.layer_windows(model.num_layers)
+        windows += windows[-1:] * deeper
         windowed = sum(window is not None for window in windows)
         return cls(
             per_token=3 * 2 * products,
-            per_pair=3 * 2 * (model.num_layers - windowed) * pair,
+            per_pair=3 * 2 * (layers - windowed) * pair,
             per_windowed_pair=3 * 2 * windowed * pair,
         )
 

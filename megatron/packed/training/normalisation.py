@@ -43,7 +43,7 @@ def counts_of(batch: HostBatch) -> NDArray[np.float64]:
         weight = np.dot(params.segment_targets[0], params.token_weights_host)
         return np.array([targets[0], weight, *targets[1:]], dtype=np.float64)
     tokens = batch.supervised_tokens
-    return np.array([tokens, tokens], dtype=np.float64)
+    return np.array([tokens, tokens, *batch.mtp_targets], dtype=np.float64)
 
 
 def global_scales(

@@ -356,6 +356,8 @@ def build_packer(config: Config, corpus: DocumentCorpus, vocab_size: int) -> Doc
             order=corpus.order(config.training.seed),
             overlong=packing.overlong_documents,
             window=packing.packing_window,
+            # A cut piece is read on until its last position has a target at every depth.
+            lookahead=1 + config.loss.mtp_depths,
             # Packs of a global batch train together, on whatever ranks.
             micro_batches=config.training.global_batch_size,
             # Attention of a document of d tokens takes per_pair d^2 / 2, all else per_token d.

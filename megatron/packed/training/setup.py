@@ -66,6 +66,7 @@ def build_forward_step(config: Config) -> ForwardStep:
             weighted=flags.is_weighted,
             datasets=training_datasets(config.data) if flags.loss_by_dataset else (),
             keep_document_sums=flags.log_document_losses > 0,
+            mtp_depths=flags.mtp_depths,
         ),
         documents=DocumentLosses(flags.log_document_losses) if flags.log_document_losses else None,
     )

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.packed.errors import TrainingError
 from megatron.packed.loss.calculation import LM_LOSS, OBJECTIVE, LossCalculationHelper
+from megatron.packed.model.mtp import DeeperTargets
 from megatron.packed.packing.batch import PackedSeqParamsWithValidTokens
 from megatron.packed.training.batches import MicroBatch, MicroBatchIterator
 from megatron.packed.training.document_losses import DocumentLosses
@@ -109,7 +110,7 @@ class ForwardStep:
     @property
     def needs_scales(self) -> bool:
         """Whether losses are divided by something else than supervised tokens."""
-        return self.loss.weighted
+        return self.loss.weighted or self.loss.mtp_depths > 0
 
     def __call__(
         self, batches: MicroBatchIterator, model: torch.nn.Module
@@ -117,7 +118,12 @@ class ForwardStep:
         """Run one micro-batch; returns the output, and what makes the loss of it."""
         batch = next(batches)
         config = get_model_config(model)
-        slots = {} if config.num_moe_experts is None else {"padding_mask": batch.token_slots()}
+        more: dict[str, Any] = {}
+        if config.num_moe_experts is not None:
+            more["padding_mask"] = batch.token_slots()
+        deeper = batch.deeper_targets()
+        if deeper is not None:
+            more["mtp"] = deeper
         output = model(
             batch.tokens,
             batch.position_ids,
@@ -125,12 +131,17 @@ class ForwardStep:
             labels=batch.labels,
             loss_mask=batch.loss_mask,
             packed_seq_params=batch.packed_seq_params,
-            **slots,
+            **more,
         )
-        return output, partial(self._loss_function, batch, config.calculate_per_token_loss)
+        per_token = config.calculate_per_token_loss
+        return output, partial(self._loss_function, batch, deeper, per_token)
 
     def _loss_function(
-        self, batch: MicroBatch, per_token: bool, losses: torch.Tensor
+        self,
+        batch: MicroBatch,
+        deeper: DeeperTargets | None,
+        per_token: bool,
+        losses: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """What the schedules take: sum, count, and what is reported.
 
@@ -143,6 +154,7 @@ class ForwardStep:
             batch.packed_seq_params,
             batch.loss_mask,
             scale=None if batch.scales is None else batch.scales.objective,
+            mtp_reports=() if deeper is None else deeper.reports,
         )
         if self.documents is not None and torch.is_grad_enabled():
             params = batch.packed_seq_params

@@ -390,6 +390,24 @@ BROKEN = [
     ),
     *BROKEN_PIPELINE,
     (
+        "deeper_predictions",
+        "--mtp-loss-scaling-factor 0.2",
+        "--mtp-loss-scaling-factor 0.2: needs --mtp-num-layers",
+        1,
+    ),
+    (
+        "deeper_predictions",
+        "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+        "--mtp-num-layers 1: .* use --position-embedding-type rope",
+        2,
+    ),
+    (
+        "deeper_predictions",
+        "--mtp-num-layers 2 --pipeline-model-parallel-layout EttttmL",
+        "places 1 predictions .m., and --mtp-num-layers is 2",
+        1,
+    ),
+    (
         "documents_need_packs",
         "--loss-reduction sqrt",
         "--loss-reduction sqrt: needs --use-packed-sequence",

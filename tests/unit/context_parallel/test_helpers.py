@@ -243,8 +243,6 @@ def test_what_a_helper_lacks_is_refused_by_name():
     with pytest.raises(ConfigurationError, match="--cp-comm-type dispatch: RingAttn.*no such"):
         RingAttnContextParallelHelper(mixed)
     rows = cut("rows", 2, MIXED)
-    with pytest.raises(ConfigurationError, match="2 multi-token-prediction depths"):
-        rows.helpers[0].pack(cut("rows", 1, MIXED).shares[0], mtp_depths=2)
     with pytest.raises(ValueError, match="1 of 2 ranks; pass all, or a group"):
         rows.helpers[0].unslice([torch.zeros(2, 24)], rows.partition)
     with pytest.raises(ValueError, match="has 80 tokens, the partition 96"):

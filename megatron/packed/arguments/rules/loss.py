@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.packed.arguments.config import Config
+from megatron.packed.arguments.stages import LayoutError, stages_of
 
 
 def documents_need_packs(config: Config) -> Iterator[str]:
@@ -49,7 +50,37 @@ def document_losses_file(config: Config) -> Iterator[str]:
         )
 
 
+def deeper_predictions(config: Config) -> Iterator[str]:
+    loss = config.loss
+    if not loss.mtp_depths and config.is_given("mtp_loss_scaling_factor"):
+        yield (
+            f"--mtp-loss-scaling-factor {loss.mtp_loss_scaling_factor:g}: needs --mtp-num-layers"
+        )
+    if (
+        loss.mtp_depths
+        and config.model.position_embedding_type == "learned_absolute"
+        and config.parallel.pipeline_model_parallel_size > 1
+    ):
+        yield (
+            f"--mtp-num-layers {loss.mtp_num_layers}: with --pipeline-model-parallel-size "
+            f"{config.parallel.pipeline_model_parallel_size} two stages would learn position "
+            "tables of their own; use --position-embedding-type rope"
+        )
+    placed = config.pipeline.pipeline_model_parallel_layout
+    if placed is not None:
+        try:
+            found = sum(stages_of(config).predictions)
+        except LayoutError:
+            return  # the layout's own rule says what is wrong with it
+        if found != loss.mtp_depths:
+            yield (
+                f"--pipeline-model-parallel-layout {placed}: places {found} predictions (m), and "
+                f"--mtp-num-layers is {loss.mtp_depths}; make them equal"
+            )
+
+
 RULES = (
+    deeper_predictions,
     documents_need_packs,
     document_length,
     document_losses_file,
