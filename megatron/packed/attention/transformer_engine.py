@@ -38,7 +38,7 @@ from megatron.packed.attention.core_attention import check_supported, layer_wind
 from megatron.packed.errors import ConfigurationError
 
 PACKAGE = "transformer_engine"
-# Its kernels take the longest sequence in steps of so many tokens.
+# It plans kernels anew for every longest sequence: rounded up, packs share them.
 LENGTH_STEP = 64
 
 

@@ -14,7 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.packed.attention.core_attention import RowSeqParams
 from megatron.packed.attention.kernels import tiles_reference
 from megatron.packed.attention.task_graph import Mask
-from megatron.packed.attention.transformer_engine import TransformerEngineCoreAttention
+from megatron.packed.attention.transformer_engine import (
+    TransformerEngineCoreAttention,
+    _boundaries,
+)
 from megatron.packed.errors import ConfigurationError
 from tests.unit.attention import fake_transformer_engine
 from tests.unit.attention.fake_world import FakeGroup, World
@@ -115,6 +118,13 @@ def test_rows_through_the_fake_equal_dense_attention(engine):
     for out, i in zip(world.run(work), index, strict=True):
         expected = dense[i].unflatten(0, (rows, -1)).transpose(0, 1)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_packs_share_kernels_by_their_rounded_longest_sequence():
+    for size, expected in ((2, 384), (3, 384), (5, 640)):
+        params = cut("ring", size if size < 5 else 4, LENGTHS["padded"]).shares[0].packed_seq_params
+        told = _boundaries(params, size)
+        assert told["max_seqlen_q"] == told["max_seqlen_kv"] == expected
 
 
 def test_every_layer_has_its_own_exchange_and_window(engine):
