@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.packed.errors import TrainingError
-from tests.distributed.harness import RankResult, run
+from megatron.packed.model.builder import wrap_for_training
+from tests.distributed.harness import RankResult, assert_bitwise_equal, run
 from tests.distributed.pool import WorkerPools
+from tests.distributed.test_checkpoint import stop_and_go_on
 from tests.distributed.test_parity import COMMON, LLAMA, LLAMA_TIED, PACKED, check_parity
 
 MUON = "--optimizer muon --muon-extra-scale-factor 0.2 --muon-momentum 0.9 --weight-decay 0.1 "
@@ -85,6 +88,30 @@ def test_decoupled_rate_is_of_embedding_and_output_layer(
         same = torch.equal(start, result.final_weights[name])
         assert same == ("embedding" in name or "output_layer" in name), name
     assert "learning rate: 1.000000E-04 | decoupled learning rate: 0.000000E+00" in result.log
+
+
+def overlapped_wrap(config: Any, *args: Any) -> Any:
+    """In place of `wrap_for_training`: what a CPU is spared."""
+    return wrap_for_training(config.with_values({"overlap_grad_reduce": True}), *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [("", ""), ("", SHARED), (PP2 + "--num-virtual-stages-per-pipeline-rank 2 ", SHARED)],
+    ids=["dp4", "dp4-shared", "dp2-pp2-virtual-shared"],
+)
+def test_gradients_that_go_out_early_are_the_same(
+    layout: str,
+    what: str,
+    worker_pool: WorkerPools,
+    data_flags: str,
+    one_process: Callable[[str], RankResult],
+) -> None:
+    flags = f"{COMMON} {LLAMA} {PACKED} --num-layers 4 --global-batch-size 8"
+    replace = {"megatron.packed.model.builder.wrap_for_training": overlapped_wrap}
+    result = run(worker_pool, 4, f"{flags} {what} {layout} {data_flags}", replace=replace)
+    check_parity(result, one_process(flags))
 
 
 # --- loss scale -----------------------------------------------------------------------------------
@@ -181,3 +208,37 @@ def test_a_flipped_bit_in_a_replica_is_found(worker_pool: WorkerPools, data_flag
 def test_equal_replicas_pass(worker_pool: WorkerPools, data_flags: str) -> None:
     short = f"{CHECKED} {CP2} {SHARED} --train-iters 4 --eval-iters 0"
     assert len(run(worker_pool, 4, f"{short} {data_flags}").losses) == 4
+
+
+# --- stop and go on -------------------------------------------------------------------------------
+
+RESUMED = {
+    "decoupled-shared": (2, "--decoupled-lr 5e-4 " + SHARED),
+    "decoupled": (1, "--decoupled-lr 5e-4 --decoupled-min-lr 2e-4 "),
+    "muon-virtual": (
+        2,
+        MUON + PP2 + "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2 ",
+    ),
+    "dist-muon-bf16": (2, MUON + SHARED + "--bf16 "),
+    "fp16-shared": (2, SHARED + "--fp16 --initial-loss-scale 4096 --loss-scale-window 3 "),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "decoupled" else pytest.mark.slow) for n in RESUMED],
+)
+def test_a_run_goes_on_where_it_stopped(
+    name: str, worker_pool: WorkerPools, data_flags: str, tmp_path: Path
+) -> None:
+    world_size, flags = RESUMED[name]
+
+    def train(world_size: int, more: str, **options: Any) -> RankResult:
+        short = f"{COMMON} {LLAMA} {PACKED} --eval-iters 0 {more} {data_flags}"
+        return run(worker_pool, world_size, short, **options)
+
+    whole, first, second = stop_and_go_on(train, tmp_path, world_size, flags)
+    assert first.losses + second.losses == whole.losses
+    assert first.updated + second.updated == whole.updated
+    assert first.learning_rates + second.learning_rates == whole.learning_rates
+    assert_bitwise_equal(second.final_weights, whole.final_weights)

@@ -135,14 +135,15 @@ def join_shares(parts: list[torch.Tensor], shares: Shares) -> torch.Tensor:
 class Muon(torch.optim.Optimizer):
     """The update rule, on parameter groups of megatron-core.
 
-    Beside `lr` and `weight_decay`, a group says in `muon_kind` what its matrices are: `plain`,
-    `query` (the projection of queries, keys and values) or `expert`.
+    A matrix is of the kind `plain`, `query` (the projection of queries, keys and values) or
+    `expert`.
 
     Args:
         groups: parameter groups; all hold matrices.
         settings: the rule's settings.
         lr: learning rate until a scheduler sets it.
         weight_decay: decoupled, as in AdamW.
+        kind_of: gives the kind of a matrix.
         tp_group: gives the tensor-parallel group of a kind.
     """
 
@@ -153,10 +154,12 @@ class Muon(torch.optim.Optimizer):
         *,
         lr: float,
         weight_decay: float,
+        kind_of: Callable[[torch.Tensor], str],
         tp_group: Callable[[str], torch.distributed.ProcessGroup],
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
         self.settings = settings
+        self._kind_of = kind_of
         self._tp_group = tp_group
 
     @torch.no_grad()
@@ -168,7 +171,7 @@ class Muon(torch.optim.Optimizer):
                     continue
                 direction = self._direction(parameter)
                 parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                update = self._whole_update(parameter, direction, group["muon_kind"])
+                update = self._whole_update(parameter, direction, self._kind_of(parameter))
                 parameter.add_(update, alpha=-group["lr"])
 
     def _direction(self, parameter: torch.Tensor) -> torch.Tensor:

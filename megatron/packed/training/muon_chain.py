@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron.packed.arguments import Config
+from megatron.packed.model.width_transfer import optimizer_overrides
 from megatron.packed.training.muon import Muon, MuonSettings, Shares
-
-_KINDS = ("plain", "query", "expert")
 
 
 def query_shares(config: TransformerConfig) -> Shares | None:
@@ -83,15 +83,34 @@ def _named(model: list[DistributedDataParallel]) -> Iterator[tuple[str, torch.nn
                 yield name, parameter
 
 
+@dataclass
+class _Kinds:
+    """Kinds by parameter, also of the copies in fp32 that optimizers make later.
+
+    Attributes:
+        of_weights: kinds of the model's parameters.
+    """
+
+    of_weights: dict[torch.nn.Parameter, str]
+    _known: dict[torch.Tensor, str] = field(default_factory=dict)
+
+    def __call__(self, parameter: torch.Tensor) -> str:
+        if parameter not in self._known:
+            self._known = dict(self.of_weights)
+            for weight, kind in self.of_weights.items():
+                copied = getattr(weight, "main_param", None)
+                if copied is not None:
+                    self._known[copied] = kind
+        return self._known[parameter]
+
+
 def _group(
-    config: OptimizerConfig, kind: str, parameters: list[torch.nn.Parameter]
+    config: OptimizerConfig, parameters: list[torch.nn.Parameter], *, expert_parallel: bool
 ) -> dict[str, Any]:
     """A parameter group with what megatron-core's scheduler and checkpoints look for."""
-    first = parameters[0] if parameters else None
     return {
         "params": parameters,
-        "muon_kind": kind,
-        "is_expert_parallel": kind == "expert" and not getattr(first, "allreduce", True),
+        "is_expert_parallel": expert_parallel,
         "default_config": True,
         "is_decoupled_lr": False,
         "wd_mult": 1.0,
@@ -165,20 +184,25 @@ def build_muon(
         and shares them.
     """
     shared_out = config.optimization.optimizer == "dist_muon"
-    kinds: dict[str, list[torch.nn.Parameter]] = {kind: [] for kind in _KINDS}
-    matrices, others = [], []
-    for name, parameter in _named(model):
-        kind = kind_of(name, parameter)
-        if kind is None:
-            others.append(parameter)
-        else:
-            kinds[kind].append(parameter)
-            matrices.append(parameter)
-    groups = [_group(core, kind, kinds[kind]) for kind in _KINDS]
+    named = ((parameter, kind_of(name, parameter)) for name, parameter in _named(model))
+    kinds = _Kinds({parameter: kind for parameter, kind in named if kind is not None})
+    matrices = list(kinds.of_weights)
+    experts = [each for each in matrices if not getattr(each, "allreduce", True)]
+    others = [each for each in matrices if getattr(each, "allreduce", True)]
+    groups = [_group(core, others, expert_parallel=False)]
+    if experts:
+        groups.append(_group(core, experts, expert_parallel=True))
     settings = muon_settings(config, model[0].config)
 
     def muon(part: list[dict[str, Any]]) -> Muon:
-        return Muon(part, settings, lr=core.lr, weight_decay=core.weight_decay, tp_group=_tp_group)
+        return Muon(
+            part,
+            settings,
+            lr=core.lr,
+            weight_decay=core.weight_decay,
+            kind_of=kinds,
+            tp_group=_tp_group,
+        )
 
     collection = ProcessGroupCollection.use_mpu_process_groups()
     if shared_out:
@@ -186,15 +210,13 @@ def build_muon(
         plain = dataclasses.replace(core, bf16=False)
         rule = muon(groups)
         first = rule if core.bf16 else FP32Optimizer(rule, core, _init_momentum)
-        adam = _adam_for_others(plain, model, matrices, gloo_groups)
+        adam = _adam_for_others(config, plain, model, matrices, gloo_groups)
         states = [_init_momentum] + [_init_moments] * len(adam)
         return SharedOutOptimizer([first, *adam], core, collection, init_state_fn_list=states)
-    dense = [group for group in groups if not group["is_expert_parallel"]]
-    parallel = [group for group in groups if group["is_expert_parallel"]]
-    chain = [_wrapped(muon(dense), core, collection.mp)]
-    if parallel:
-        chain.append(_wrapped(muon(parallel), core, collection.tp_ep_pp))
-    return ChainedOptimizer(chain + _adam_for_others(core, model, matrices, gloo_groups))
+    chain = [_wrapped(muon(groups[:1]), core, collection.mp)]
+    if experts:
+        chain.append(_wrapped(muon(groups[1:]), core, collection.tp_ep_pp))
+    return ChainedOptimizer(chain + _adam_for_others(config, core, model, matrices, gloo_groups))
 
 
 def _wrapped(
@@ -210,6 +232,7 @@ def _wrapped(
 
 
 def _adam_for_others(
+    config: Config,
     core: OptimizerConfig,
     model: list[DistributedDataParallel],
     matrices: list[torch.nn.Parameter],
@@ -219,7 +242,12 @@ def _adam_for_others(
     for parameter in matrices:
         parameter.requires_grad = False
     try:
-        adam = get_megatron_optimizer(core, model, use_gloo_process_groups=gloo_groups)
+        adam = get_megatron_optimizer(
+            core,
+            model,
+            config_overrides=optimizer_overrides(config, core),
+            use_gloo_process_groups=gloo_groups,
+        )
     finally:
         for parameter in matrices:
             parameter.requires_grad = True

@@ -13,6 +13,8 @@ from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
 from megatron.packed.model.transformer_config import params_dtype
 from megatron.packed.model.width_transfer import optimizer_overrides
+from megatron.packed.training.groups import tell_groups_apart
+from megatron.packed.training.loss_scale import share_loss_scale
 from megatron.packed.training.muon_chain import build_muon
 
 
@@ -32,6 +34,8 @@ def build_optimizer(
             use_gloo_process_groups=gloo_groups,
         )
     _fuse_updates(optimizer)
+    share_loss_scale(optimizer)
+    tell_groups_apart(optimizer)
     return optimizer
 
 

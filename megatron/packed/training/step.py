@@ -229,6 +229,11 @@ def naming_lost_ranks(batches: MicroBatchIterator) -> Iterator[None]:
         ) from error
 
 
+def _of_chunks(functions: list[Any]) -> Any:
+    """One for each chunk, as megatron-core's schedules take it: a single one without a list."""
+    return functions if len(functions) > 1 else functions[0]
+
+
 @dataclass
 class TrainStep:
     """Everything one step needs, assembled once.
@@ -263,6 +268,12 @@ class TrainStep:
         self.finalizer = GradientFinalizer(self.check_for_nan and not self.adapts_loss_scale)
         self.transformer_config.finalize_model_grads_func = self.finalizer
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+        if self.model[0].ddp_config.overlap_grad_reduce:
+            # Gradients go out with the last micro-batch, chunk by chunk on all stages at once.
+            self.transformer_config.no_sync_func = _of_chunks([c.no_sync for c in self.model])
+            self.transformer_config.grad_sync_func = _of_chunks(
+                [c.start_grad_sync for c in self.model]
+            )
 
     def __call__(
         self, batches: MicroBatchIterator, num_microbatches: int, global_batch_size: int

@@ -107,12 +107,12 @@ def test_two_steps_by_hand(nesterov: bool) -> None:
     torch.manual_seed(3)
     start, shares = torch.randn(8, 6, dtype=torch.float64), (2, 1, 1)
     parameter = torch.nn.Parameter(start.clone())
-    group = {"params": [parameter], "muon_kind": "query"}
     rule = Muon(
-        [group],
+        [{"params": [parameter]}],
         settings(nesterov=nesterov, query_shares=shares, extra_scale=0.2),
         lr=0.1,
         weight_decay=0.5,
+        kind_of=lambda parameter: "query",
         tp_group=lambda kind: OneProcess(),  # type: ignore[arg-type,return-value]
     )
     expected, mean = start.numpy().copy(), np.zeros((8, 6))
@@ -133,12 +133,12 @@ def test_two_steps_by_hand(nesterov: bool) -> None:
 
 def test_parameters_without_gradient_stay() -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 2))
-    group = {"params": [parameter], "muon_kind": "plain"}
     rule = Muon(
-        [group],
+        [{"params": [parameter]}],
         settings(),
         lr=0.1,
         weight_decay=0.5,
+        kind_of=lambda parameter: "query",
         tp_group=lambda kind: OneProcess(),  # type: ignore[arg-type,return-value]
     )
     rule.step()
