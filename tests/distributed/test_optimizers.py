@@ -215,6 +215,7 @@ def test_equal_replicas_pass(worker_pool: WorkerPools, data_flags: str) -> None:
 RESUMED = {
     "decoupled-shared": (2, "--decoupled-lr 5e-4 " + SHARED),
     "decoupled": (1, "--decoupled-lr 5e-4 --decoupled-min-lr 2e-4 "),
+    "mup-decoupled": (1, "--use-mup --mup-base-hidden-size 32 --decoupled-lr 5e-4 "),
     "muon-virtual": (
         2,
         MUON + PP2 + "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2 ",
