@@ -118,7 +118,7 @@ def test_which_layers_have_a_window():
     # Every third layer sees everything; or as the list says.
     assert windows((5, 0), 3) == [5, 5, None, 5, 5, None]
     assert windows((5, -1), [0, 1, 1, 0, 0, 1]) == [None, 5, 5, None, None, 5]
-    skipping = config(window_size=(5, 0), window_attn_skip_freq=2)
+    skipping = config(num_layers=3, window_size=(5, 0), window_attn_skip_freq=2)
     assert [module(skipping, layer_number=n).window for n in (1, 2, 3)] == [5, None, 5]
 
 
@@ -126,7 +126,7 @@ def test_a_window_that_was_not_planned_is_named():
     plans = LayerPlans({("p2p", None): None}, ("p2p",))
     params = SimpleNamespace(qkv_format="thd", attention=plans)
     with pytest.raises(ConfigurationError, match="layer 3: wants attention by p2p with window 7"):
-        module(config(window_size=(7, 0)), layer_number=3)(
+        module(config(num_layers=3, window_size=(7, 0)), layer_number=3)(
             *tensors(), None, packed_seq_params=params
         )
 
