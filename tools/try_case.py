@@ -15,6 +15,7 @@ import contextlib
 import fnmatch
 import json
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -125,7 +126,8 @@ def try_cases(
             while waiting and len(running) < jobs:
                 number, case = waiting.pop(0)
                 place = folder / f"run_{number:03d}"
-                place.mkdir(exist_ok=True)
+                shutil.rmtree(place, ignore_errors=True)  # a kept run's checkpoints would be loaded
+                place.mkdir()
                 run = _prepare(case, files, place, drop_unknown)
                 running[number] = start(run, place, program, timeout)
             for launched in wait_for_one(list(running.values())):
