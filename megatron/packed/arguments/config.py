@@ -229,7 +229,9 @@ def build_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> Confi
     missing = [
         spec.name
         for spec in all_specs().values()
-        if spec.required and values.get(spec.dest) is None
+        if spec.required
+        and values.get(spec.dest) is None
+        and (spec.instead is None or values.get(spec.instead) is None)
     ]
     if missing:
         raise ConfigurationError(

@@ -192,6 +192,21 @@ class LoggingConfig:
     tensorboard_queue_size: int = flag(
         "Entries TensorBoard holds before it writes.", default=1000, at_least=1
     )
+    timing_log_level: int = flag(
+        "0: no timers but the iteration's; 1: phases of an iteration; 2: forward and backward of "
+        "every micro-batch, too.",
+        default=0,
+        at_least=0,
+        at_most=2,
+    )
+    timing_log_option: str = flag(
+        "Which ranks' timers are reported: the slowest, fastest and slowest, or all.",
+        default="minmax",
+        choices=("max", "minmax", "all"),
+    )
+    logging_level: int | None = flag(
+        "Level of Python's logging, as in 10 for DEBUG, 40 for ERROR.", at_least=0
+    )
     log_timers_to_tensorboard: bool = flag("Write timers to TensorBoard.", default=False)
     log_validation_ppl_to_tensorboard: bool = flag(
         "Write validation perplexity to TensorBoard.", default=False

@@ -80,6 +80,7 @@ class FlagSpec:
         is_list: True if the flag takes one or more values.
         default: Upstream's default; None for unset.
         required: True if a run can't start without it.
+        instead: Field that makes a required one unnecessary.
         default_rule: In words, what an unset value is derived from.
         negative: True for a flag without a value that turns the field off.
         choices: Legal values; empty for any.
@@ -100,6 +101,7 @@ class FlagSpec:
     is_list: bool
     default: Any
     required: bool
+    instead: str | None
     default_rule: str | None
     negative: bool
     choices: tuple[str, ...]
@@ -195,10 +197,25 @@ def flag(
 
 
 def required(
-    help: str, *names: str, at_least: float | None = None, choices: tuple[str, ...] = ()
+    help: str,
+    *names: str,
+    at_least: float | None = None,
+    choices: tuple[str, ...] = (),
+    instead: str | None = None,
 ) -> Any:
-    """Declare a field that the user must give; it has no default."""
-    metadata = dict(help=help, names=names, bounds=Bounds(at_least), choices=choices, required=True)
+    """Declare a field that the user must give; it has no default.
+
+    Args:
+        help: What the flag does.
+        *names: Spellings, as for `flag`.
+        at_least: Smallest legal number.
+        choices: Legal values.
+        instead: Field that may be given in its place; `validate` derives this one then.
+    """
+    metadata = dict(help=help, names=names, bounds=Bounds(at_least), choices=choices)
+    metadata |= dict(required=True, instead=instead)
+    if instead is not None:
+        return dataclasses.field(default=None, metadata={METADATA_KEY: metadata})
     return dataclasses.field(metadata={METADATA_KEY: metadata})
 
 
@@ -256,6 +273,7 @@ def flag_specs(group_class: type, group: str, section: str) -> Iterator[FlagSpec
             is_list=is_list,
             default=None if field.default is dataclasses.MISSING else field.default,
             required=metadata.get("required", False),
+            instead=metadata.get("instead"),
             default_rule=metadata.get("default_rule"),
             negative=metadata.get("negative", False),
             choices=metadata.get("choices", ()),

@@ -20,7 +20,9 @@ class TrainingConfig:
         "Rows of one optimizer step over all replicas and micro-batches.",
         at_least=1,
     )
-    train_iters: int = required("Optimizer steps of the whole run.", at_least=1)
+    train_iters: int = required(
+        "Optimizer steps of the whole run.", at_least=1, instead="train_samples"
+    )
     exit_interval: int | None = flag(
         "Stop after the first iteration divisible by this.", at_least=1
     )

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
+from megatron.packed.arguments.batch_sizes import BatchSizes, batch_sizes
 from megatron.packed.arguments.config import DERIVED, REPLACED, Config, Replacement, all_specs
 from megatron.packed.arguments.declare import KEEP
 from megatron.packed.arguments.rules import (
@@ -14,6 +15,7 @@ from megatron.packed.arguments.rules import (
     check_strictness,
     check_values,
 )
+from megatron.packed.errors import ConfigurationError
 
 
 def validate(config: Config, *, accelerator: str | None = None) -> Config:
@@ -59,7 +61,10 @@ def _derived_defaults(config: Config) -> dict[str, Any]:
     model, training, optimization = config.model, config.training, config.optimization
     width, heads = model.hidden_size, model.num_attention_heads
     whole = config.packing.packs_documents or config.sft.sft
-    global_batch_size = training.micro_batch_size * max(1, config.parallel.data_parallel_size)
+    sizes = _batch_sizes(config)
+    train_iters = training.train_iters
+    if train_iters is None:
+        train_iters = sizes.iterations(config.schedule.train_samples or 0)
     ffn = int((4 * width * 2 / 3) / 64) * 64 if model.swiglu else 4 * width
     return {
         "ffn_hidden_size": ffn,
@@ -68,10 +73,11 @@ def _derived_defaults(config: Config) -> dict[str, Any]:
         "kv_channels": max(1, width // heads),
         "num_query_groups": 1 if model.group_query_attention else heads,
         "max_position_embeddings": config.data.seq_length,
-        "global_batch_size": global_batch_size,
-        "eval_global_batch_size": training.global_batch_size or global_batch_size,
+        "train_iters": train_iters,
+        "global_batch_size": sizes.last,
+        "eval_global_batch_size": sizes.last,
         "eval_micro_batch_size": training.micro_batch_size,
-        "lr_decay_iters": training.train_iters,
+        "lr_decay_iters": max(1, train_iters),
         "start_weight_decay": optimization.weight_decay,
         "end_weight_decay": optimization.weight_decay,
         "split": _default_split(config),
@@ -79,6 +85,13 @@ def _derived_defaults(config: Config) -> dict[str, Any]:
         "document_boundaries": "index" if whole else "eod",
         "threads": max(1, len(os.sched_getaffinity(0)) // config.parallel.local_world_size),
     }
+
+
+def _batch_sizes(config: Config) -> BatchSizes:
+    try:
+        return batch_sizes(config)
+    except ConfigurationError:  # which a rule will raise again, by the flag's name
+        return BatchSizes((0,), (config.training.micro_batch_size,))
 
 
 def _default_split(config: Config) -> str | None:

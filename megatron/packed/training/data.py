@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.packed.arguments import Config
+from megatron.packed.arguments.batch_sizes import batch_sizes
 from megatron.packed.attention.magi import MagiEngine
 from megatron.packed.data.builders import Datasets, build_datasets
 from megatron.packed.data.document_corpus import DocumentCorpus
@@ -48,7 +49,7 @@ def sample_counts(config: Config) -> SampleCounts:
     evaluations = training.train_iters // evaluation.eval_interval + 1
     wanted = evaluations * evaluation.eval_iters * batch
     return SampleCounts(
-        train=training.train_iters * training.global_batch_size,
+        train=batch_sizes(config).samples(training.train_iters),
         valid=None if evaluation.full_validation else wanted,
         test=evaluation.eval_iters * batch,
     )

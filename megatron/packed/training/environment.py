@@ -48,10 +48,13 @@ class Environment:
         return self.rank == 0
 
 
+QUIET_LIBRARIES = ("megatron.core", "torch.distributed")
+
+
 def quiet_libraries(rank: int) -> None:
     """Keep import-time warnings of libraries out of the log; rank 0 keeps real warnings."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, force=True)
-    for name in ("megatron.core", "torch.distributed"):
+    for name in QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     warnings.filterwarnings("ignore", module=r"torch.*")
@@ -196,6 +199,9 @@ def start(config: Config) -> Environment:
     """
     parallel = config.parallel
     quiet_libraries(parallel.rank)
+    if config.logging.logging_level is not None:
+        for name in (None, *QUIET_LIBRARIES):
+            logging.getLogger(name).setLevel(config.logging.logging_level)
     accelerator = select_accelerator(
         config.runtime.accelerator, parallel.local_rank, parallel.distributed_backend
     )

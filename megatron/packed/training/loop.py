@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
     get_num_microbatches,
     init_num_microbatches_calculator,
+    reconfigure_num_microbatches_calculator,
 )
 
 from megatron.packed.arguments import Config
+from megatron.packed.arguments.batch_sizes import batch_sizes
 from megatron.packed.arguments.stages import stages_of
 from megatron.packed.model.builder import sum_over_parameters
 from megatron.packed.training.batches import pack_alignment, pack_capacity
@@ -25,6 +30,7 @@ from megatron.packed.training.replicas import check_replicas
 from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.signals import SignalWatch, true_on_any_rank
 from megatron.packed.training.step import TrainStep
+from megatron.packed.training.timers import timers_report
 
 
 def step_shape(config: Config, transformer_config: object) -> StepShape:
@@ -45,6 +51,9 @@ def parameters_norm(model: list[DistributedDataParallel], device: torch.device) 
     return math.sqrt(
         sum_over_parameters(model, lambda parameter: parameter.double().square().sum(), device)
     )
+
+
+_PROGRAM_START = time.monotonic()
 
 
 @dataclass
@@ -90,6 +99,11 @@ class Trainer:
             if due:
                 self._evaluate_beside_training()
             self._save_if_due()
+            if self._time_is_up():
+                print_rank_0(
+                    f"exiting program after --exit-duration-in-mins, iteration {iteration}"
+                )
+                break
             if training.exit_interval and iteration % training.exit_interval == 0:
                 print_rank_0(f"exiting program at iteration {iteration}")
                 break
@@ -123,6 +137,14 @@ class Trainer:
             f"{name}: ending after iteration {self.progress.iteration}, {kept}; exit code 0"
         )
 
+    def _time_is_up(self) -> bool:
+        """Whether the program has run for as long as it may, by any rank's clock."""
+        limit = self.config.schedule.exit_duration_in_mins
+        if limit is None:
+            return False
+        late = time.monotonic() - _PROGRAM_START > 60.0 * limit
+        return true_on_any_rank({"late": late}, self.environment.accelerator.device)["late"]
+
     def _save_if_due(self) -> None:
         """Begin the next checkpoint where one is due."""
         if self.saver is None:
@@ -147,9 +169,10 @@ class Trainer:
     def _train_one(self) -> None:
         batches, progress = self.splits.train, self.progress
         batches.iteration = progress.iteration + 1
-        batch_size = self.config.training.global_batch_size
-        batches.check_metadata(get_num_microbatches())
-        result = self.step(batches, get_num_microbatches(), batch_size)
+        batch_size = batch_sizes(self.config).at(progress.consumed_samples)
+        num_microbatches = cut_batch(self.config, batch_size)
+        batches.check_metadata(num_microbatches)
+        result = self.step(batches, num_microbatches, batch_size)
         progress.iteration += 1
         progress.consumed_samples += batch_size
         interval = self.config.optimizer_options.check_weight_hash_across_dp_replicas_interval
@@ -175,6 +198,9 @@ class Trainer:
                 batches.take_statistics(),
                 norm,
             )
+            timed = timers_report(self.step.transformer_config, self.config.logging.log_interval)
+            if timed:
+                print_rank_0(timed)
             if packer := batches.packer_summary():
                 print_rank_0(f"   packer | so far: {packer} |")
 
@@ -215,10 +241,26 @@ class Trainer:
 
 def start_microbatch_calculator(config: Config) -> None:
     """Tell megatron-core how a global batch is cut."""
-    init_num_microbatches_calculator(
-        rank=config.parallel.rank,
-        rampup_batch_size=None,
-        global_batch_size=config.training.global_batch_size,
-        micro_batch_size=config.training.micro_batch_size,
-        data_parallel_size=config.parallel.data_parallel_size,
-    )
+    init_num_microbatches_calculator(**_calculator(config, config.training.global_batch_size))
+
+
+def cut_batch(config: Config, batch_size: int) -> int:
+    """Micro-batches of a step on each replica; megatron-core is told where the size changes.
+
+    Args:
+        config: the run's configuration.
+        batch_size: samples of the step.
+    """
+    if get_current_global_batch_size() != batch_size:
+        reconfigure_num_microbatches_calculator(**_calculator(config, batch_size))
+    return get_num_microbatches()
+
+
+def _calculator(config: Config, batch_size: int) -> dict[str, Any]:
+    return {
+        "rank": config.parallel.rank,
+        "rampup_batch_size": None,
+        "global_batch_size": batch_size,
+        "micro_batch_size": config.training.micro_batch_size,
+        "data_parallel_size": config.parallel.data_parallel_size,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -85,32 +86,63 @@ def _fuse_updates(optimizer: MegatronOptimizer) -> None:
                 group["foreach"] = False
 
 
+@dataclass(frozen=True)
+class ScheduleLengths:
+    """Phases of the schedules, in samples.
+
+    Attributes:
+        run: the whole run, over which weight decay goes from start to end.
+        decay: of the learning rate, warm-up included.
+        warmup: until the peak learning rate.
+        final_decay: WSD's last phase; None for other shapes.
+    """
+
+    run: int
+    decay: int
+    warmup: float
+    final_decay: int | None
+
+
+def schedule_lengths(config: Config) -> ScheduleLengths:
+    """Return the phases in samples, whichever unit the flags have.
+
+    Args:
+        config: a validated configuration.
+    """
+    flags, schedule = config.optimization, config.schedule
+    if schedule.train_samples is not None:
+        run = schedule.train_samples
+        decay, final_decay = schedule.lr_decay_samples or run, schedule.lr_wsd_decay_samples
+        warmup: float = schedule.lr_warmup_samples
+    else:
+        batch = config.training.global_batch_size
+        run = config.training.train_iters * batch
+        decay = (flags.lr_decay_iters or config.training.train_iters) * batch
+        final = flags.lr_wsd_decay_iters
+        final_decay = None if final is None else final * batch
+        warmup = flags.lr_warmup_iters * batch
+    if flags.lr_warmup_fraction is not None:
+        warmup = flags.lr_warmup_fraction * decay
+    return ScheduleLengths(run, decay, warmup, final_decay)
+
+
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Learning-rate and weight-decay schedules in samples, as upstream counts them."""
-    flags, training = config.optimization, config.training
-    batch = training.global_batch_size
-    decay_iters = flags.lr_decay_iters or training.train_iters
-    if flags.lr_warmup_fraction is not None:
-        warmup_samples = flags.lr_warmup_fraction * decay_iters * batch
-    else:
-        warmup_samples = flags.lr_warmup_iters * batch
-    wsd_samples = None
-    if flags.lr_wsd_decay_iters is not None:
-        wsd_samples = flags.lr_wsd_decay_iters * batch
+    flags, length = config.optimization, schedule_lengths(config)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=flags.lr_warmup_init,
         max_lr=flags.lr,
         min_lr=flags.min_lr,
-        lr_warmup_steps=warmup_samples,
-        lr_decay_steps=decay_iters * batch,
+        lr_warmup_steps=length.warmup,
+        lr_decay_steps=length.decay,
         lr_decay_style=flags.lr_decay_style,
         start_wd=flags.start_weight_decay,
         end_wd=flags.end_weight_decay,
-        wd_incr_steps=training.train_iters * batch,
+        wd_incr_steps=length.run,
         wd_incr_style=flags.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=config.checkpoint.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=config.checkpoint.override_opt_param_scheduler,
-        wsd_decay_steps=wsd_samples,
+        wsd_decay_steps=length.final_decay,
         lr_wsd_decay_style=flags.lr_wsd_decay_style,
     )

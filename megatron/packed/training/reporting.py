@@ -83,7 +83,7 @@ class Reporter:
         if logging.log_learning_rate_to_tensorboard:
             add("learning-rate", learning_rate, iteration)
             add("learning-rate vs samples", learning_rate, consumed_samples)
-        add("batch-size", self.config.training.global_batch_size, iteration)
+        add("batch-size", step.samples, iteration)
         if step.loss_count:
             add("lm loss", step.loss, iteration)
             add("lm loss vs samples", step.loss, consumed_samples)
@@ -197,7 +197,7 @@ class Reporter:
         if last.decoupled_learning_rate is not None:
             parts.append(f"decoupled learning rate: {last.decoupled_learning_rate:.6E}")
         parts += [
-            f"global batch size: {self.config.training.global_batch_size:5d}",
+            f"global batch size: {last.samples:5d}",
         ]
         if loss_count:
             parts.append(f"lm loss: {loss_sum / loss_count:.6E}")

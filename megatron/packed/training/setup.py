@@ -32,6 +32,7 @@ from megatron.packed.training.progress import Progress
 from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.signals import SignalWatch
 from megatron.packed.training.step import ForwardStep, TrainStep
+from megatron.packed.training.timers import start_timers
 from megatron.packed.training.writers import ScalarWriters, open_writers
 
 
@@ -88,6 +89,7 @@ def build_step(config: Config, environment: Environment, tokenizer: PackedTokeni
     )
     print_rank_0(f"parameters: {count_parameters(model, environment.accelerator.device):,}")
     optimizer = build_optimizer(config, model, environment.accelerator)
+    start_timers(config, transformer_config, optimizer)
     return TrainStep(
         model=model,
         optimizer=optimizer,

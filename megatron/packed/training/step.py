@@ -77,6 +77,7 @@ class StepResult:
         expert_losses: losses of the routers; none in a dense model.
         loss_scale: factor on the losses that gradients were computed of.
         decoupled_learning_rate: of embedding and output layer, where it is another one.
+        samples: of the global batch.
     """
 
     loss_sum: float
@@ -88,6 +89,7 @@ class StepResult:
     expert_losses: ExpertLosses = field(default_factory=ExpertLosses)
     loss_scale: float = 1.0
     decoupled_learning_rate: float | None = None
+    samples: int = 0
 
     @property
     def loss(self) -> float:
@@ -334,6 +336,7 @@ class TrainStep:
             expert_losses=expert_losses,
             loss_scale=loss_scale,
             decoupled_learning_rate=self._decoupled_learning_rate(),
+            samples=global_batch_size,
         )
 
     @staticmethod

@@ -388,6 +388,43 @@ BROKEN = [
         "--experimental-attention-variant dsa is refused: it attends to the keys",
         1,
     ),
+    (
+        "run_length",
+        "--train-samples 400",
+        "--train-iters 100 and --train-samples 400: exclude each other",
+        1,
+    ),
+    (
+        "run_length",
+        "--lr-warmup-samples 20",
+        "--lr-warmup-samples 20: the run is counted by --train-iters",
+        1,
+    ),
+    (
+        "run_length",
+        "--lr-decay-samples 20",
+        "use the flag that ends in -iters",
+        1,
+    ),
+    (
+        "sizes_of_batches",
+        "--step-batch-size-schedule 0:2 --global-batch-size 4",
+        "--step-batch-size-schedule and --global-batch-size: exclude each other",
+        1,
+    ),
+    (
+        "sizes_of_batches",
+        "--step-batch-size-schedule 0:6",
+        "--step-batch-size-schedule 0:6: 6 samples must be a multiple of --micro-batch-size 2 x 2",
+        2,
+    ),
+    ("sizes_of_batches", "--step-batch-size-schedule 4", "'4': must be tokens:samples", 1),
+    (
+        "sizes_of_batches",
+        "--rampup-batch-size 2 4 100 --global-batch-size 8",
+        "--rampup-batch-size 2 4 100: increments of 4 must lead from 2 to --global-batch-size 8",
+        1,
+    ),
     *BROKEN_PIPELINE,
     (
         "deeper_predictions",
@@ -500,6 +537,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
         rules.packing,
         rules.sft,
         rules.context_parallel,
+        rules.schedule,
         rules.linear_attention,
         rules.checkpoint,
         rules.hardware,
@@ -523,6 +561,25 @@ def test_several_broken_rules_come_together() -> None:
 @pytest.mark.parametrize("flag", ["--apply-residual-connection-post-layernorm"])
 def test_a_refused_flag_is_refused_by_name(flag: str) -> None:
     assert refusal(f"{MINIMAL} {flag}").startswith(f"{flag} is refused: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--train-samples 1", "--train-samples 1: are fewer than one global batch of 2"),
+        ("--train-samples 99 --lr-warmup-iters 2", "--lr-warmup-iters 2: the run is counted by"),
+        (
+            "--train-samples 99 --lr-warmup-samples 99",
+            "--lr-warmup-samples 99: must be fewer than --lr-decay-samples 99",
+        ),
+        (
+            "--train-samples 99 --lr-warmup-samples 9 --lr-warmup-fraction 0.1",
+            "--lr-warmup-fraction 0.1 and --lr-warmup-samples 9: exclude each other",
+        ),
+    ],
+)
+def test_rules_of_runs_counted_in_samples(flags: str, message: str) -> None:
+    assert message in refusal(MINIMAL.replace("--train-iters 100", flags))
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])

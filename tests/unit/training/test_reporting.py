@@ -95,7 +95,7 @@ def test_losses_of_experts_are_logged_by_upstreams_names(
 
 def test_iteration_line_as_upstream_writes_it(capsys: pytest.CaptureFixture[str]) -> None:
     """Field order and formats, with every optional field on."""
-    step = StepResult(10.0, 4.0, 1.25, 17.0, True)
+    step = StepResult(10.0, 4.0, 1.25, 17.0, True, samples=8)
     line = _lines(capsys, [step, step], "--log-throughput", norm=12.5)[0]
     assert re.fullmatch(
         r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration        2/     100 \| "
@@ -183,7 +183,7 @@ def test_tensorboard_names(capsys: pytest.CaptureFixture[str]) -> None:
         "--log-num-zeros-in-grad --log-params-norm"
     )
     reporter = _reporter(flags, [recorder])
-    reporter.record(StepResult(10.0, 4.0, 1.25, 17.0, True), 3, 24, 5e-4)
+    reporter.record(StepResult(10.0, 4.0, 1.25, 17.0, True, samples=8), 3, 24, 5e-4)
     reporter.report(3, 24, 5e-4, STATISTICS, 12.5)
     reporter.report_evaluation(EvaluationResult(2.0, 64), "validation", "iteration 3", 3, 24)
     points = {name: (value, step) for name, value, step in recorder.points}

@@ -24,6 +24,7 @@ from megatron.packed.arguments.rules import (
     moe,
     packing,
     pipeline,
+    schedule,
     sft,
     training,
 )
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     + attention.RULES
     + moe.RULES
     + training.RULES
+    + schedule.RULES
     + data.RULES
     + packing.RULES
     + sft.RULES

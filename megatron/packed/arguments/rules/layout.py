@@ -30,6 +30,8 @@ def world_size(config: Config) -> Iterator[str]:
 
 def global_batch(config: Config) -> Iterator[str]:
     training, replicas = config.training, config.parallel.data_parallel_size
+    if config.schedule.step_batch_size_schedule is not None:
+        return  # sizes of its own, with a rule of their own
     yield from _whole_batches("", training.global_batch_size, training.micro_batch_size, replicas)
 
 
