@@ -6,6 +6,8 @@ model run over each document alone in fp64; so are all layouts, which therefore 
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
 
 import pytest
@@ -28,7 +30,24 @@ LATENT = (
     "--untie-embeddings-and-output-weights --kv-lora-rank 16 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 12 "
 )
+# Plain; a linear layer alone; both; attention alone.
+LAYERS = [
+    {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_hidden_size": 96}},
+    {
+        "attention": {"n_heads_in_group": None, "no_op": True},
+        "ffn": {"ffn_mult": None, "replace_with_linear": True},
+    },
+    {
+        "attention": {"num_query_groups": None, "replace_with_linear": True},
+        "ffn": {"ffn_mult": 2.0},
+    },
+    {"attention": {"num_query_groups": 4}, "ffn": {"ffn_mult": None, "no_op": True}},
+]
 FAMILIES = {
+    "heterogeneous": (
+        f"{LLAMA} --num-layers 4 --heterogeneous-layers-config-encoded-json "
+        + shlex.quote(json.dumps({"block_configs": LAYERS}))
+    ),
     "gpt3": "--position-embedding-type learned_absolute",
     "llama": LLAMA,
     "no-positions": "--position-embedding-type none --squared-relu --apply-layernorm-1p",
@@ -84,6 +103,8 @@ ALWAYS = {
     *((family, layout) for family in FAMILIES for layout in ("one", "tp2")),
     ("latent-direct-queries", "tp2-sp"),
     ("query-key-norm", "pp2"),
+    ("heterogeneous", "pp2"),
+    ("heterogeneous", "tp2-sp"),
     ("gated-attention", "magi"),
     ("yarn", "ring"),
 }

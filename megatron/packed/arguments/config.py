@@ -16,6 +16,7 @@ from megatron.packed.arguments.data import DataConfig, LoggingConfig, PackingCon
 from megatron.packed.arguments.declare import FlagSpec, flag_specs
 from megatron.packed.arguments.elsewhere import ElsewhereConfig
 from megatron.packed.arguments.faults import FaultsConfig
+from megatron.packed.arguments.heterogeneous import HeterogeneousConfig
 from megatron.packed.arguments.linear_attention import LinearAttentionConfig
 from megatron.packed.arguments.loss import LossConfig
 from megatron.packed.arguments.model import KernelConfig, ModelConfig
@@ -73,6 +74,7 @@ HAND_WRITTEN: Mapping[str, type] = {
     "runtime": RuntimeConfig,
     "attention": AttentionConfig,
     "linear_attention": LinearAttentionConfig,
+    "heterogeneous": HeterogeneousConfig,
     "moe": MoEConfig,
     "pipeline": PipelineConfig,
     "schedule": ScheduleConfig,
@@ -122,6 +124,7 @@ class Config:
     loss: LossConfig
     sft: FineTuningConfig
     linear_attention: LinearAttentionConfig
+    heterogeneous: HeterogeneousConfig
     acceleration: AccelerationConfig
     elsewhere: ElsewhereConfig
     core: Any

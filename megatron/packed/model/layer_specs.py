@@ -8,6 +8,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+    get_gpt_heterogeneous_layer_spec,
+)
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    HeterogeneousTransformerConfig,
+)
+from megatron.core.transformer.heterogeneous.linear_replacements import ColumnParallelLinearGathered
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -27,6 +35,7 @@ from megatron.packed.errors import ConfigurationError
 from megatron.packed.model.attention_engine import select_core_attention
 from megatron.packed.model.gated_delta_net import GatedDeltaNet
 from megatron.packed.model.latent_attention import PackedMLASelfAttention
+from megatron.packed.model.linear_layer import GatheredLinear
 from megatron.packed.model.moe import use_packed_experts
 from megatron.packed.model.mtp import build_mtp_spec
 from megatron.packed.model.norms import L2Norm, LayerNorm, RMSNorm
@@ -124,6 +133,42 @@ def _layer_kinds(
     return kinds
 
 
+def _heterogeneous_layer_specs(
+    config: Config,
+    transformer_config: HeterogeneousTransformerConfig,
+    accelerator: Accelerator,
+    vp_stage: int | None,
+) -> TransformerBlockSubmodules:
+    """Layers that differ, each as its entry of the file says."""
+    engine = uses_transformer_engine(config, accelerator)
+    block = get_gpt_heterogeneous_layer_spec(transformer_config, use_te=engine, vp_stage=vp_stage)
+    core_attention = select_core_attention(config, transformer_config, accelerator)
+    norm = _norm(config)
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        if not engine:
+            for name in ("input_layernorm", "pre_mlp_layernorm"):
+                if getattr(layer, name) is not IdentityOp:
+                    setattr(layer, name, norm)
+            for part in (layer.self_attention, layer.mlp):
+                if part.module is ColumnParallelLinearGathered:
+                    part.module = GatheredLinear
+        attention = layer.self_attention.submodules
+        if not isinstance(attention, SelfAttentionSubmodules):
+            continue
+        if not engine:
+            attention.core_attention = PackedCoreAttention
+            if config.model.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = norm
+        if config.attention.qk_l2_norm:
+            attention.q_layernorm = attention.k_layernorm = L2Norm
+        if core_attention is not None:
+            attention.core_attention = core_attention
+    if not engine:
+        block.layer_norm = norm
+    return block
+
+
 def build_layer_spec(
     config: Config,
     transformer_config: TransformerConfig,
@@ -131,6 +176,8 @@ def build_layer_spec(
     vp_stage: int | None = None,
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The specification that GPTModel builds one pipeline stage's decoder from."""
+    if isinstance(transformer_config, HeterogeneousTransformerConfig):
+        return _heterogeneous_layer_specs(config, transformer_config, accelerator, vp_stage)
     pattern = config.moe.expert_layers(config.model.num_layers)
     linear = config.linear_attention.linear_layers(config.model.num_layers)
     layers = tuple(zip(pattern, linear, strict=True))

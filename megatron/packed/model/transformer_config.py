@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    HeterogeneousTransformerConfig,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.packed.arguments import Config
@@ -190,6 +193,11 @@ def build_transformer_config(config: Config) -> TransformerConfig:
     config_class: type[TransformerConfig] = TransformerConfig
     if config.attention.multi_latent_attention:
         config_class = MLATransformerConfig
+    text = config.heterogeneous.text
+    layers: dict[str, Any] = {}
+    if text is not None:
+        config_class = HeterogeneousTransformerConfig
+        layers["heterogeneous_layers_config_encoded_json"] = text
     return config_class(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -241,6 +249,7 @@ def build_transformer_config(config: Config) -> TransformerConfig:
         apply_rope_fusion=False,
         **_activation(config),
         **_attention(config),
+        **layers,
         **_experts(config),
         **_linear_attention(config),
         **config.core_values(field.name for field in dataclasses.fields(config_class)),

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron.packed.arguments import Config
+from megatron.packed.arguments.heterogeneous import LayerShape
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,29 @@ class FlopsCounter:
             padded_vocab_size: columns of the output layer.
         """
         model = config.model
-        hidden = model.hidden_size
-        attention, pair = _attention_products(config)
         # Each deeper prediction joins two hidden states, and has a layer and logits of its own.
         deeper = config.loss.mtp_depths
-        layers = model.num_layers + deeper
-        pattern = config.moe.expert_layers(model.num_layers)
-        pattern += pattern[-1:] * deeper
-        products = layers * attention + (1 + deeper) * hidden * padded_vocab_size
-        products += deeper * 2 * hidden * hidden
-        products += sum(_feed_forward_products(config, experts) for experts in pattern)
+        layers = config.moe.expert_layers(model.num_layers)
+        layers += layers[-1:] * deeper
+        shapes = config.heterogeneous.layers(model.hidden_size, model.num_attention_heads)
         windows = config.attention.layer_windows(model.num_layers)
         windows += windows[-1:] * deeper
-        windowed = sum(window is not None for window in windows)
+        per_token = (1 + deeper) * model.hidden_size * padded_vocab_size
+        per_token += deeper * 2 * model.hidden_size**2
+        pairs = narrow = 0
+        for number, (experts, window) in enumerate(zip(layers, windows, strict=True)):
+            if shapes is None:
+                attention, pair = _attention_products(config)
+                products = attention + _feed_forward_products(config, experts)
+            else:
+                products, pair = _products_of(shapes[number], config)
+            per_token += products
+            if window is None:
+                pairs += pair
+            else:
+                narrow += pair
         return cls(
-            per_token=3 * 2 * products,
-            per_pair=3 * 2 * (layers - windowed) * pair,
-            per_windowed_pair=3 * 2 * windowed * pair,
+            per_token=3 * 2 * per_token, per_pair=3 * 2 * pairs, per_windowed_pair=3 * 2 * narrow
         )
 
     def count(self, tokens: int, sum_squared_lengths: int, windowed_pairs: int = 0) -> int:
@@ -86,6 +93,23 @@ def _feed_forward_products(config: Config, experts: bool) -> int:
     shared = moe.moe_shared_expert_intermediate_size or 0
     width = moe.moe_router_topk * moe.moe_ffn_hidden_size + shared
     return matrices * hidden * width + hidden * (moe.num_experts + moe.moe_shared_expert_gate)
+
+
+def _products_of(shape: LayerShape, config: Config) -> tuple[int, int]:
+    """Multiply-adds of a layer that differs: per token outside scores, per pair in them."""
+    model, square = config.model, config.model.hidden_size**2
+    per_token = square if shape.linear_attention else 0
+    pair = 0
+    if shape.attention and not shape.linear_attention:
+        groups = shape.query_groups or model.num_query_groups
+        attention, pair = _attention_products(config.with_values({"num_query_groups": groups}))
+        per_token += attention
+    if shape.linear_feed_forward:
+        per_token += square
+    elif shape.feed_forward:
+        width = shape.ffn_hidden_size or model.ffn_hidden_size
+        per_token += (3 if model.gated else 2) * model.hidden_size * width
+    return per_token, pair
 
 
 def attended_pairs(lengths: NDArray[np.int64], window: int) -> int:

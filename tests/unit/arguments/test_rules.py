@@ -11,6 +11,7 @@ from megatron.packed.arguments import config_from_flags, override, rules
 from megatron.packed.errors import ConfigurationError
 
 from .broken_attention import BROKEN_ATTENTION
+from .broken_layers import BROKEN_LAYERS
 from .broken_optimizer import BROKEN_OPTIMIZER
 from .broken_pipeline import BROKEN_PIPELINE
 from .flags import MINIMAL
@@ -43,6 +44,7 @@ BROKEN = [
         )
     ),
     *BROKEN_ATTENTION,
+    *BROKEN_LAYERS,
     (
         "retention_keeps_what_is_saved",
         "--save x --save-interval 4 --save-retain-interval 6",
@@ -532,6 +534,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
         rules.loss,
         rules.model,
         rules.attention,
+        rules.heterogeneous,
         rules.training,
         rules.data,
         rules.packing,

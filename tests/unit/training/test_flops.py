@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import shlex
+
 import numpy as np
 import pytest
 import torch
@@ -117,3 +120,26 @@ def test_the_peak_is_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     peak = measure_gemm_peak(torch.device("cpu"), torch.float32, size=64, repeats=3)
     assert 1e6 < peak < 1e15
+
+
+def test_layers_that_differ_count_by_themselves() -> None:
+    layers = [
+        {"attention": {"num_query_groups": 2}, "ffn": {"ffn_hidden_size": 96}},
+        {
+            "attention": {"num_query_groups": None, "no_op": True},
+            "ffn": {"ffn_mult": None, "replace_with_linear": True},
+        },
+        {
+            "attention": {"num_query_groups": None, "replace_with_linear": True},
+            "ffn": {"ffn_mult": None, "no_op": True},
+        },
+        {"attention": {"num_query_groups": 4}, "ffn": {"ffn_mult": 2.0}},
+    ]
+    text = shlex.quote(json.dumps({"block_configs": layers}))
+    flags = f"--num-layers 4 --heterogeneous-layers-config-encoded-json {text}"
+    counter = FlopsCounter.from_config(config(flags), PADDED_VOCAB)
+    heads, square = 4 * 16, 64 * 64
+    first = 64 * (heads + 2 * 2 * 16) + square + 2 * 64 * 96
+    last = 64 * (heads + 2 * 4 * 16) + square + 2 * 64 * 256  # int(2 * 2 * 64 / 3), up to 256
+    assert counter.per_token == 6 * (first + square + square + last + 64 * PADDED_VOCAB)
+    assert counter.per_pair == 6 * 2 * (2 * heads)

@@ -17,6 +17,7 @@ from megatron.packed.arguments.rules import (
     context_parallel,
     data,
     hardware,
+    heterogeneous,
     layout,
     linear_attention,
     loss,
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     + model.RULES
     + linear_attention.RULES
     + attention.RULES
+    + heterogeneous.RULES
     + moe.RULES
     + training.RULES
     + schedule.RULES
