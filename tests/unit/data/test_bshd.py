@@ -111,3 +111,18 @@ def test_collator_makes_tensors():
     assert (batch.max_seqlen, batch.real_tokens, batch.sample_indices) == (8, 12, (5, 6))
     moved = batch.to("cpu")
     assert torch.equal(moved.tokens, batch.tokens) and moved.max_seqlen == 8
+
+
+def test_only_targets_count_where_some_are_named():
+    rows = numpy.array([[1, 2, 3, 4, 5], [6, 7, 8, 0, 0]])
+    targets = numpy.array([[1, 0, 1, 1, 0], [0, 1, 1, 1, 1]])
+    batch = build_bshd(rows, 99, lengths=[5, 3], targets=targets)
+    # A label counts if the id it is, not the one before it, is a target and real.
+    assert batch.loss_mask.tolist() == [[0, 1, 1, 0], [1, 1, 0, 0]]
+    samples = [
+        {"text": row, "length": length, "supervised": mask}
+        for row, length, mask in zip(rows, [5, 3], targets, strict=True)
+    ]
+    collated = BshdCollator(99)(samples)
+    assert collated.loss_mask.tolist() == batch.loss_mask.tolist()
+    assert collated.supervised_tokens == 4

@@ -108,3 +108,20 @@ def test_length():
 def test_bad_input(changes: dict, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         sampler(**changes)
+
+
+def test_whole_passes_are_filled_up_with_no_samples():
+    parts = [
+        list(
+            sampler(
+                "whole",
+                total=5,
+                micro_batch_size=2,
+                data_parallel_rank=rank,
+                data_parallel_size=2,
+                whole_batch=8,
+            )
+        )
+        for rank in (0, 1)
+    ]
+    assert parts == [[[0, 1], [4, -1]], [[2, 3], [-1, -1]]]
