@@ -6,9 +6,12 @@ import itertools
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+from megatron.packed.model.moe import moe_layers
 from tests.distributed.harness import RankResult, assert_bitwise_equal, relative_l2, run
 from tests.distributed.pool import WorkerPools
 
@@ -163,6 +166,30 @@ def test_global_loss_weighs_the_same_on_two_replicas(
     one.statistics.packs = two.statistics.packs
     check_parity(two, one)
     assert "global_load_balancing_loss: " in one.log
+
+
+def expert_biases(trainer: Any) -> list[torch.Tensor]:
+    """In a rank, after training: the biases of its layers' experts."""
+    layers = [layer for chunk in trainer.step.model for _, layer in moe_layers(chunk)]
+    assert all(layer.router.local_tokens_per_expert.dtype == torch.float32 for layer in layers)
+    return [layer.router.expert_bias for layer in layers]
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_biases_of_experts_move_alike_on_every_rank(
+    precision: str, worker_pool: WorkerPools, data_flags: str
+) -> None:
+    """By the rate, each step, towards the even share of the global batch; in fp32."""
+    flags = f"{COMMON} {RUNS['deepseek']} {precision} {data_flags}"
+    one = run(worker_pool, 1, flags, inspect=expert_biases)
+    two = run(worker_pool, 2, f"{flags} {LAYOUTS['cp2-ep2'][1]}", inspect=expert_biases)
+    (bias,) = one.extra[0]
+    assert bias.dtype == torch.float32
+    moves = bias / 1e-2
+    assert moves.abs().max() >= 2 and torch.allclose(moves, moves.round(), atol=1e-4)
+    assert torch.equal(two.extra[0][0], two.extra[1][0])
+    if not precision:
+        assert torch.equal(two.extra[0][0], bias)
 
 
 def _logged(log: str) -> list[float]:
