@@ -76,6 +76,8 @@ def run_documents_alone(flags: str, documents: Sequence[Any], factor: float) -> 
     """Every document alone through the initial model of a run, in fp64."""
     import torch
 
+    from megatron.packed.accelerator.compat import predicting_layer_name
+
     model, vocab_size = build_model(flags, double=True)
     depths = len(model.mtp.layers) if hasattr(model, "mtp") else 0
     hidden: list[torch.Tensor] = []
@@ -106,7 +108,7 @@ def run_documents_alone(flags: str, documents: Sequence[Any], factor: float) -> 
                 joined = torch.cat((layer.enorm(read), layer.hnorm(state)), dim=-1)
                 state = joined @ layer.eh_proj.weight.T
                 with model.rotary_pos_emb.positions(positions[:, :there]):
-                    state, _ = layer.transformer_layer(
+                    state, _ = getattr(layer, predicting_layer_name())(
                         hidden_states=state,
                         attention_mask=None,
                         rotary_pos_emb=model.rotary_pos_emb(there),

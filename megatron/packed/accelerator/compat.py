@@ -26,3 +26,8 @@ def row_and_documents(parts: Sequence[Any]) -> tuple[Any, Any]:
     From 0.17 on, the lengths of the row's documents come as a third part.
     """
     return parts[0], parts[1]
+
+
+def predicting_layer_name() -> str:
+    """What a layer of multi-token prediction calls the transformer layer inside it."""
+    return "transformer_layer" if core_version() < (0, 17) else "mtp_model_layer"

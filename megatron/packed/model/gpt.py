@@ -142,6 +142,8 @@ class PackedGPTModel(GPTModel):
 
         def losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits, _ = self.output_layer(hidden, weight=weight)
+            if hasattr(self, "_scale_logits"):  # maximal update parametrization, from 0.17 on
+                logits = self._scale_logits(logits)
             return self.compute_language_model_loss(labels, logits)
 
         if targets is not None:

@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from megatron.packed.accelerator.compat import predicting_layer_name
 from megatron.packed.loss.token import token_loss
 
 
@@ -77,7 +78,7 @@ class DeeperTargets:
 
 
 class PackedMTPLayer(MultiTokenPredictionLayer):
-    """megatron-core's layer; `input_ids` are those of all depths, `[K, B, S]`."""
+    """megatron-core's layer; `input_ids` are those of this depth and all deeper ones."""
 
     def _get_embeddings(
         self,
@@ -86,19 +87,42 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
         embedding: LanguageModelEmbedding,
         hidden_states: Tensor,
         packed_seq_params: Any = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Embed this depth's inputs; ids and positions go on to the next depth as they are."""
-        depth = self.layer_number
-        places = position_ids + depth
+        **more: Any,
+    ) -> tuple[Tensor, ...]:
+        """Embed this depth's inputs; the others go on to the next depth.
+
+        Args:
+            input_ids: int64 `[K - k + 1, B, S]`.
+            position_ids: int64 `[B, S]`, of the inputs of the depth before.
+            embedding: the model's.
+            hidden_states: `[S, B, H]`.
+            packed_seq_params: not needed.
+            **more: `padding_mask`, where megatron-core hands it through.
+
+        Returns:
+            Ids and positions for the next depth, `more`, embeddings and hidden states.
+        """
+        position_ids = position_ids + 1
+        places = position_ids
         if embedding.add_position_embedding:
             # Inputs past the end of a row may lie past the end of the table.
             places = places.clamp(max=embedding.position_embeddings.num_embeddings - 1)
-        decoder_input = embedding(input_ids=input_ids[depth - 1], position_ids=places)
+        decoder_input = embedding(input_ids=input_ids[0], position_ids=places)
+        if getattr(self.config, "mtp_detach_heads", False):
+            decoder_input = decoder_input.detach()
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        return input_ids, position_ids, decoder_input, hidden_states
+        if not hidden_states.requires_grad:
+            hidden_states.requires_grad_(True)  # or recomputation would give no gradient
+        return input_ids[1:], position_ids, *more.values(), decoder_input, hidden_states
 
-    def _checkpointed_forward(self, forward_func: Callable[..., Tensor], **kwargs: Any) -> Tensor:
-        """Recompute the layer, whatever the method: each depth is a layer of its own."""
+    def _checkpointed_forward(self, *function: Callable[..., Tensor], **kwargs: Any) -> Tensor:
+        """Recompute the layer, whatever the method: each depth is a layer of its own.
+
+        Args:
+            *function: what to run, where megatron-core says it.
+            **kwargs: its arguments.
+        """
+        forward_func = function[0] if function else self._proj_and_transformer_layer
         tensors = ("hidden_states", "decoder_input")
         others = {name: value for name, value in kwargs.items() if name not in tensors}
 
@@ -135,7 +159,11 @@ def build_mtp_spec(
     layer = ModuleSpec(
         module=PackedMTPLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=norm, hnorm=norm, eh_proj=linear, transformer_layer=layer_spec, layer_norm=norm
+            enorm=norm,
+            hnorm=norm,
+            eh_proj=linear,
+            layer_norm=norm,
+            **{predicting_layer_name(): layer_spec},
         ),
     )
     return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * count)

@@ -51,7 +51,7 @@ OVERRIDES = (
             "boundaries only, with two messages a document under context parallelism. "
             "PackedMTPLayer takes the inputs that the batch brings."
         ),
-        sources={"0.16.1": "cba92f93210d0a4e"},
+        sources={"0.16.1": "cba92f93210d0a4e", "0.19.2": "0de994b5131c0a3d"},
     ),
     Override(
         module=_MTP,
@@ -60,7 +60,7 @@ OVERRIDES = (
             "Hands everything to save_for_backward, which raises for packs, and leaves layers out "
             "with --recompute-method block. PackedMTPLayer saves tensors and captures the rest."
         ),
-        sources={"0.16.1": "cb0c6d18d8984e52"},
+        sources={"0.16.1": "cb0c6d18d8984e52", "0.19.2": "feba180ff1a9d4c4"},
     ),
     Override(
         module=_GPT,
@@ -69,24 +69,24 @@ OVERRIDES = (
             "Rolls labels and masks, multiplies by masks and divides by a rank's own count, which "
             "may be zero. PackedGPTModel sums and scales to the count of the global batch."
         ),
-        sources={"0.16.1": "a5f7de0bfb1cad97"},
+        sources={"0.16.1": "a5f7de0bfb1cad97", "0.19.2": "41700c5f809c197c"},
     ),
     Override(
         module=_MTP,
         name="MultiTokenPredictionLayer.forward",
-        reason="Calls the two methods above with these names and returns the ids unchanged.",
-        sources={"0.16.1": "539d95bc4ac2ee13"},
+        reason="Calls the two methods above with these names and hands ids on as they come back.",
+        sources={"0.16.1": "539d95bc4ac2ee13", "0.19.2": "09140b455726abb5"},
     ),
     Override(
         module=_MTP,
         name="MultiTokenPredictionBlock.forward",
         reason="Hands ids from layer to layer, and lays hidden states of all depths end to end.",
-        sources={"0.16.1": "a2d246ef82a4db34"},
+        sources={"0.16.1": "a2d246ef82a4db34", "0.19.2": "8f66c7e0bd6bd7c2"},
     ),
     Override(
         module=_MTP,
         name="MTPLossAutoScaler",
         reason="Adds the gradient of a loss, times the schedule's scale of the main one.",
-        sources={"0.16.1": "dcb0abf089224ff3"},
+        sources={"0.16.1": "dcb0abf089224ff3", "0.19.2": "dcb0abf089224ff3"},
     ),
 )
