@@ -95,12 +95,13 @@ LAYOUTS = {
 }
 # What every run of the tests holds; the others are `slow`.
 ALWAYS = {
+    *(("latent", layout) for layout in LAYOUTS),
+    *((family, "tp2") for family in FAMILIES),
     *(
         (family, layout)
-        for family in ("latent", "window-in-some-layers", "sinks")
-        for layout in LAYOUTS
+        for family in ("window-in-some-layers", "sinks")
+        for layout in ("ring", "a2a", "magi", "pp2")
     ),
-    *((family, layout) for family in FAMILIES for layout in ("one", "tp2")),
     ("latent-direct-queries", "tp2-sp"),
     ("query-key-norm", "pp2"),
     ("heterogeneous", "pp2"),
