@@ -61,6 +61,7 @@ RUNS = {
     "global": f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss {PACKED}",
     "global-rows": f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss {ROWS}",
     "latent": DEEPSEEK.replace("--group-query-attention --num-query-groups 2", LATENT) + PACKED,
+    "deeper": f"{EXPERTS} --mtp-num-layers 1 {PACKED}",
     "biases": f"{GPT} --moe-aux-loss-coeff 0.02 --moe-token-dispatcher-type alltoall {PACKED}",
 }
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -121,7 +122,7 @@ OFTEN = {("deepseek", layout) for layout in ("ep2", "cp2-ep2", "pp2", "ep2-tp2")
 OFTEN |= {("experts", layout) for layout in LAYOUTS}
 OFTEN |= {("rows", layout) for layout in ("dp2", "tp2", "cp2-ep2")}
 OFTEN |= {("sinkhorn", "cp2-ep2"), ("capacity", "tp2"), ("position", "cp2"), ("global", "cp2-ep2")}
-OFTEN |= {("global-rows", "tp2"), ("latent", "ep2"), ("biases", "ep2")}
+OFTEN |= {("global-rows", "tp2"), ("latent", "ep2"), ("biases", "ep2"), ("deeper", "tp2")}
 
 
 def _makes_sense(kind: str, layout: str) -> bool:
