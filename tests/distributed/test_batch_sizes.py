@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import RankResult, relative_l2, run
+from tests.distributed.harness import RankResult, assert_bitwise_equal, relative_l2, run
 from tests.distributed.pool import WorkerPools
 
 RUN = (
@@ -72,3 +73,34 @@ def test_timers_of_stages(option: str, worker_pool: WorkerPools, data_flags: str
         assert log.count(phase) == 2
     silent = train(worker_pool, 1, data_flags, "--global-batch-size 4 --train-iters 2")
     assert "forward-backward" not in silent.log
+
+
+@pytest.mark.parametrize("stop", [3, 5])
+def test_growing_batches_go_on_exactly(
+    stop: int, worker_pool: WorkerPools, data_flags: str, tmp_path: Path
+) -> None:
+    flags = (
+        "--global-batch-size 6 --rampup-batch-size 2 2 8 --train-samples 30 "
+        "--packing-strategy windowed_best_fit "
+    )
+    whole = train(worker_pool, 1, data_flags, flags)
+    first = train(worker_pool, 1, data_flags, f"{flags} --save {tmp_path} --exit-interval {stop}")
+    second = train(worker_pool, 1, data_flags, f"{flags} --load {tmp_path}")
+    assert len(second.losses) == len(whole.losses) - stop
+    assert first.losses + second.losses == whole.losses
+    assert first.learning_rates + second.learning_rates == whole.learning_rates
+    assert_bitwise_equal(second.final_weights, whole.final_weights)
+
+
+def test_time_is_up_at_once(worker_pool: WorkerPools, data_flags: str, tmp_path: Path) -> None:
+    flags = f"--train-iters 9 --global-batch-size 2 --exit-duration-in-mins 0 --save {tmp_path}"
+    result = train(worker_pool, 2, data_flags, flags)
+    assert len(result.losses) == 1
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_garbage_by_hand_changes_nothing(worker_pool: WorkerPools, data_flags: str) -> None:
+    flags = "--train-iters 4 --global-batch-size 2"
+    plain = train(worker_pool, 1, data_flags, flags)
+    by_hand = train(worker_pool, 1, data_flags, f"{flags} --manual-gc --manual-gc-interval 2")
+    assert by_hand.losses == plain.losses

@@ -271,24 +271,3 @@ class KernelConfig:
         default=True,
         negative=True,
     )
-    manual_gc: bool = flag(
-        "Collect Python's garbage on all processes at the same moments.",
-        default=False,
-        replaced=Replaced(
-            "it moves when garbage is collected, not what is computed",
-            "Python's own collector",
-            False,
-            ("cpu", "cuda"),
-        ),
-    )
-    manual_gc_interval: int = flag(
-        "Iterations between collections with --manual-gc.",
-        default=0,
-        at_least=0,
-        replaced=Replaced(
-            "it moves when garbage is collected, not what is computed",
-            "Python's own collector",
-            0,
-            ("cpu", "cuda"),
-        ),
-    )

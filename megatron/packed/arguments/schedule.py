@@ -48,5 +48,23 @@ class ScheduleConfig:
         at_least=1,
     )
     exit_duration_in_mins: int | None = flag(
-        "Stop, with a checkpoint, once the program has run this many minutes.", at_least=1
+        "Stop, with a checkpoint, once the program has run this many minutes.", at_least=0
+    )
+    manual_gc: bool = flag(
+        "Collect Python's garbage on all processes at the same moments.",
+        default=False,
+        section="training",
+    )
+    manual_gc_interval: int = flag(
+        "Iterations between collections with --manual-gc; 0 only at its start.",
+        default=0,
+        section="training",
+        at_least=0,
+    )
+    manual_gc_eval: bool = flag(
+        "With --manual-gc, do not collect before and after evaluations.",
+        "--no-manual-gc-eval",
+        default=True,
+        negative=True,
+        section="training",
     )

@@ -24,6 +24,7 @@ from megatron.packed.training.batches import pack_alignment, pack_capacity
 from megatron.packed.training.checkpointing import CheckpointSaver
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.evaluation import evaluate
+from megatron.packed.training.garbage import GarbageCollection
 from megatron.packed.training.pipeline import StepShape
 from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
 from megatron.packed.training.replicas import check_replicas
@@ -69,6 +70,7 @@ class Trainer:
         progress: where the run is.
         saver: writes checkpoints; None without `--save`.
         signals: knows whether the run was asked to end; None without `--exit-signal-handler`.
+        garbage: when Python's garbage is collected.
     """
 
     config: Config
@@ -79,12 +81,14 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     saver: CheckpointSaver | None = None
     signals: SignalWatch | None = None
+    garbage: GarbageCollection = GarbageCollection()
 
     def train(self) -> None:
         """Run the remaining iterations, with periodic evaluation."""
         training, evaluation = self.config.training, self.config.evaluation
         print_rank_0(f"training from iteration {self.progress.iteration + 1}")
         self.reporter.restart_clock()
+        self.garbage.start()
         if self.progress.evaluation_pending and self.splits.valid:
             self._evaluate_beside_training()
             self.progress.evaluation_pending = False
@@ -99,6 +103,7 @@ class Trainer:
             if due:
                 self._evaluate_beside_training()
             self._save_if_due()
+            self.garbage.after_step(iteration)
             if self._time_is_up():
                 print_rank_0(
                     f"exiting program after --exit-duration-in-mins, iteration {iteration}"
@@ -108,10 +113,13 @@ class Trainer:
                 print_rank_0(f"exiting program at iteration {iteration}")
                 break
         self._save_last()
+        self.garbage.stop()
 
     def _evaluate_beside_training(self) -> None:
         measured = self.reporter.pause_clock()
+        self.garbage.around_evaluation()
         self._evaluate(self.splits.valid, f"iteration {self.progress.iteration}")
+        self.garbage.around_evaluation()
         self.reporter.resume_clock(measured)
 
     def _asked_to_end(self) -> bool:

@@ -22,6 +22,7 @@ from megatron.packed.training.data import build_splits
 from megatron.packed.training.document_losses import DocumentLosses, DocumentLossFile
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.flops import FlopsCounter, measure_gemm_peak
+from megatron.packed.training.garbage import GarbageCollection
 from megatron.packed.training.loop import (
     Trainer,
     start_microbatch_calculator,
@@ -172,4 +173,5 @@ def build_trainer(
     if config.checkpoint.save:
         saved = progress.iteration if resume and not resume.weights_only else None
         saver = CheckpointSaver(config, step, splits.state_dict, saved_iteration=saved)
-    return Trainer(config, environment, step, splits, reporter, progress, saver, signals)
+    garbage = GarbageCollection.from_config(config)
+    return Trainer(config, environment, step, splits, reporter, progress, saver, signals, garbage)

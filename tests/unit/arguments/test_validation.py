@@ -115,14 +115,13 @@ def test_a_cpu_replaces_what_needs_cuda_and_says_so_if_asked() -> None:
 
     asked = build(
         "--distributed-backend nccl --attention-backend flash --cross-entropy-loss-fusion "
-        "--no-rope-fusion --overlap-grad-reduce --manual-gc"
+        "--no-rope-fusion --overlap-grad-reduce"
     )
     assert {row.flag for row in asked.replacements} == {
         "--distributed-backend",
         "--attention-backend",
         "--cross-entropy-loss-fusion",
         "--overlap-grad-reduce",
-        "--manual-gc",
     }
     assert asked.model.attention_backend == "flash"
     assert not asked.parallel.overlap_grad_reduce
