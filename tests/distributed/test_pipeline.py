@@ -176,3 +176,18 @@ def test_packs_differ_in_length_and_every_stage_knows(
     )
     assert len(set(result.extra[0])) > 2
     assert all(other == result.extra[0] for other in result.extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["Et*3|ttt|ttm|L", "Et|t|t|t|t|tt|tm|L"])
+def test_predictions_on_a_stage_of_their_own(
+    layout: str,
+    worker_pool: WorkerPools,
+    data_flags: str,
+    one_process: Callable[[str], RankResult],
+) -> None:
+    """The loss's stage gets the hidden states of both depths, twice as long as other tensors."""
+    model = f"{DEEP} {LLAMA} {DOCUMENTS} --mtp-num-layers 1 "
+    flags = f"{model} {PP4} --pipeline-model-parallel-layout {layout}"
+    result = run(worker_pool, 4, f"{flags} {data_flags}", replace=ANY_LENGTH)
+    check_parity(without_padding(result), without_padding(one_process(model)))

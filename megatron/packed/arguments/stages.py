@@ -198,6 +198,12 @@ def _explicit(config: Config) -> Stages:
     holders = sum(count > 0 for count in predictions)
     if holders > 1 or (holders and LAYER in flat[flat.index(PREDICTION) :]):
         raise LayoutError(f"{name}: must hold every m in one stage, after the last t")
+    place = next((stage for stage, count in enumerate(predictions) if count), 0)
+    if place and place % processes == 0:
+        raise LayoutError(
+            f"{name}: must not hold m on the first process, where its copy of the embedding would "
+            "drift apart from the embedding itself; move it to a neighbouring stage"
+        )
     return Stages(processes, len(stages) // processes, layers, predictions)
 
 

@@ -70,6 +70,12 @@ BROKEN_PIPELINE = [
     ("layout", PP4 + _LAYOUT + "Ett|tt|m|mL", "every m in one stage, after the last t", 4),
     (
         "layout",
+        PP2 + "--mtp-num-layers 1 --position-embedding-type rope " + _LAYOUT + "Et|tt|tm|L",
+        "must not hold m on the first process",
+        2,
+    ),
+    (
+        "layout",
         PP2 + _LAYOUT + "Ett|ttL " + _VIRTUAL + "2",
         "says all there is to say about stages; leave --num-virtual-stages-per-pipeline-rank out",
         2,
