@@ -21,8 +21,8 @@ from megatron.packed.errors import ConfigurationError
 
 DESCRIPTION = "Pre-train a GPT on packed sequences, on megatron-core."
 KINDS = {int: "a whole number", float: "a number"}
-# argparse's own pattern takes -1e-5 for a flag.
-NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+# argparse's own pattern takes -1e-5, and the window -1,0, for a flag.
+NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 
 class CommandLineError(ConfigurationError):

@@ -13,6 +13,7 @@ from megatron.packed.arguments import (
     all_specs,
     parse_arguments,
 )
+from megatron.packed.arguments.parser import read_command_line
 from megatron.packed.errors import ConfigurationError
 
 from .flags import MINIMAL
@@ -191,3 +192,7 @@ def test_importing_and_help_are_quick_since_torch_stays_out() -> None:
         "sys.exit(str(heavy) if heavy else 0)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_window_without_an_end_is_a_value_not_a_flag() -> None:
+    assert read_command_line(["--window-size", "-1,0"]) == {"window_size": "-1,0"}
