@@ -25,6 +25,15 @@ COMMON = (
 )
 STRATEGIES = ("rows", "next_fit", "best_fit_decreasing", "windowed_best_fit", "greedy_workload")
 STOP = 6
+# The first stage has no expert, and so nothing for the experts' optimizer.
+EXPERTS = (
+    "--num-experts 4 --moe-layer-freq [0,1] --moe-ffn-hidden-size 32 --moe-aux-loss-coeff 0.01"
+)
+RECURRENT = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 "
+    "--linear-value-head-dim 8"
+)
 
 Train = Callable[..., RankResult]
 
@@ -79,6 +88,8 @@ def test_resume_is_exact_with_every_packer(strategy: str, train: Train, tmp_path
         (2, "--tensor-model-parallel-size 2 --sequence-parallel", ""),
         (2, "--pipeline-model-parallel-size 2", "--async-save"),
         (2, "--context-parallel-size 2 --bf16", ""),
+        (2, f"{EXPERTS} --pipeline-model-parallel-size 2 --use-distributed-optimizer", ""),
+        (2, f"{RECURRENT} --tensor-model-parallel-size 2 --sequence-parallel", ""),
     ],
 )
 def test_resume_is_exact_under_every_layout(
@@ -153,3 +164,12 @@ def saved_under(
         return known[layout]
 
     return get
+
+
+def test_recurrent_layers_go_on_under_another_layout(train: Train, tmp_path: Path) -> None:
+    whole, first, second = stop_and_go_on(train, tmp_path, 1, RECURRENT, go_on="--seed 1234")
+    check_exact(whole, first, second)
+    flags = f"{RECURRENT} --tensor-model-parallel-size 2 --load {tmp_path}"
+    result = train(2, flags)
+    assert result.losses == pytest.approx(whole.losses[STOP:], rel=2e-6)
+    assert relative_l2(result.final_weights, whole.final_weights) < 1e-5

@@ -231,8 +231,14 @@ def members(optimizer: MegatronOptimizer) -> list[Any]:
 
 def initialize_optimizer(optimizer: MegatronOptimizer) -> None:
     """Give an optimizer that hasn't stepped the state it would start from."""
+    step = optimizer_step(optimizer)
     for member in members(optimizer):
         inner = getattr(member, "optimizer", None)
+        if inner is not None and not any(group["params"] for group in inner.param_groups):
+            # A stage without experts has nothing for their optimizer to update, and megatron-core
+            # asks each of its optimizers how many updates it has made.
+            inner.state["no parameters"] = {"step": torch.tensor(float(step))}
+            continue
         if inner is None or inner.state or member.init_state_fn is None:
             continue
         member.init_state_fn(inner, member.config)
