@@ -32,6 +32,7 @@ from megatron.packed.errors import ConfigurationError, TrainingError
 from megatron.packed.training import state
 from megatron.packed.training.environment import print_rank_0
 from megatron.packed.training.progress import Progress
+from megatron.packed.training.replicas import gathered_parameters
 from megatron.packed.training.step import TrainStep
 
 
@@ -224,7 +225,8 @@ class CheckpointSaver:
         iteration = progress.iteration
         try:
             on_rank_0(self.folder.prepare, iteration)
-            save = self._begin(progress)
+            with gathered_parameters(self.step.model):
+                save = self._begin(progress)
             if asynchronous:
                 thread = threading.Thread(target=save.write, name="checkpoint", daemon=True)
                 thread.start()

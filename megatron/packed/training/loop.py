@@ -27,7 +27,7 @@ from megatron.packed.training.evaluation import evaluate
 from megatron.packed.training.garbage import GarbageCollection
 from megatron.packed.training.pipeline import StepShape
 from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
-from megatron.packed.training.replicas import check_replicas
+from megatron.packed.training.replicas import check_replicas, gathered_parameters
 from megatron.packed.training.reporting import Reporter
 from megatron.packed.training.signals import SignalWatch, true_on_any_rank
 from megatron.packed.training.step import TrainStep
@@ -49,9 +49,9 @@ def step_shape(config: Config, transformer_config: object) -> StepShape:
 @torch.no_grad()
 def parameters_norm(model: list[DistributedDataParallel], device: torch.device) -> float:
     """L2 norm of all parameters, each counted once."""
-    return math.sqrt(
-        sum_over_parameters(model, lambda parameter: parameter.double().square().sum(), device)
-    )
+    with gathered_parameters(model):
+        squares = sum_over_parameters(model, lambda each: each.double().square().sum(), device)
+    return math.sqrt(squares)
 
 
 _PROGRAM_START = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -58,6 +59,26 @@ def _differences(
     ]
 
 
+@contextlib.contextmanager
+def gathered_parameters(model: list[DistributedDataParallel]) -> Iterator[None]:
+    """Inside, every weight is the one that the last update made, wherever weights are read.
+
+    With `--overlap-param-gather`, the distributed optimizer's shards only reach the other replicas
+    while the next forward pass runs; whoever reads weights between steps comes through here.
+
+    Args:
+        model: wrapped chunks of this rank.
+    """
+    overlapped = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook()  # gathers what is still to come
+    try:
+        yield
+    finally:
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
+
+
 def check_replicas(model: list[DistributedDataParallel], iteration: int) -> None:
     """Compare the weights of all data-parallel and context-parallel replicas; a collective call.
 
@@ -68,17 +89,14 @@ def check_replicas(model: list[DistributedDataParallel], iteration: int) -> None
     Raises:
         TrainingError: on every rank, naming the parameters and ranks that differ.
     """
-    overlapped = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
-    for chunk in overlapped:
-        chunk.disable_forward_pre_hook()  # gathers what is still to come
     named = list(_named(model))
     experts = [each for each in named if not getattr(each[1], "allreduce", True)]
     others = [each for each in named if getattr(each[1], "allreduce", True)]
-    found = _differences(others, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if experts:
-        found += _differences(experts, parallel_state.get_expert_data_parallel_group())
-    for chunk in overlapped:
-        chunk.enable_forward_pre_hook()
+    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with gathered_parameters(model):
+        found = _differences(others, everyone)
+        if experts:
+            found += _differences(experts, parallel_state.get_expert_data_parallel_group())
     device = named[0][1].device if named else None
     count = torch.tensor(len(found), device=device)
     torch.distributed.all_reduce(count)
