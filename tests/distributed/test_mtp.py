@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -216,13 +217,16 @@ def test_rows_equal_packs(
 
 
 @pytest.mark.parametrize("tied", ["", pytest.param("untied", marks=SLOW)])
-@pytest.mark.parametrize("stages", ["Et|tmmL", "Ett|mmL", "Ettmm|L"])
+@pytest.mark.parametrize(
+    "stages", ["Et|tmmL", "Ett|mmL", "Ettmm|L", pytest.param("Et|tmm|L", marks=SLOW)]
+)
 def test_predictions_on_any_stage(tied: str, stages: str, worker_pool: WorkerPools) -> None:
     more = "--untie-embeddings-and-output-weights" if tied else ""
     flags = f"{FLAGS} {more} --use-packed-sequence --mtp-num-layers 2 --micro-batch-size 2"
     (reference,) = worker_pool(1).run(run_documents_alone, flags, DOCUMENTS, 0.7)
-    command = f"{flags} {PP} 2 --pipeline-model-parallel-layout {stages}"
-    result = run(worker_pool, 2, command, rows=ROWS)
+    count = stages.count("|") + 1
+    command = f"{flags} {PP} {count} --pipeline-model-parallel-layout {stages}"
+    result = run(worker_pool, count, command, rows=ROWS)
     compare(result, reference, 2)
 
 
@@ -302,3 +306,43 @@ def test_the_initial_weights_depend_on_no_layout(worker_pool: WorkerPools) -> No
         assert_bitwise_equal(other, one)
     first, second = (one[f"mtp.layers.{n}.eh_proj.weight"] for n in (0, 1))
     assert not first.equal(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stages",
+    [
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--pipeline-model-parallel-layout Et|t|t|tmmL",
+    ],
+)
+def test_virtual_stages(stages: str, worker_pool: WorkerPools) -> None:
+    flags = f"{PACKED} --num-layers 4 --mtp-num-layers 2 --micro-batch-size 1"
+    one = run(worker_pool, 1, flags, rows=ROWS)
+    other = run(worker_pool, 2, f"{flags} {PP} 2 {stages}", rows=ROWS)
+    assert other.losses == pytest.approx(one.losses, rel=2e-6)
+    assert relative_l2(other.gradient, one.gradient) < 1e-5
+    assert other.reports[0] == {n: pytest.approx(x, rel=2e-6) for n, x in one.reports[0].items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, ""), pytest.param(2, f"{PP} 2", marks=SLOW)]
+)
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=SLOW), False])
+def test_restart(
+    tied: bool, world_size: int, layout: str, tmp_path: Path, worker_pool: WorkerPools
+) -> None:
+    """A checkpoint of one process goes on under any layout."""
+    rows = [ROWS[(7 * n) % 6] for n in range(24)]
+    flags = f"{PACKED} --mtp-num-layers 2 --micro-batch-size 3 --train-iters 4"
+    if tied:
+        flags = flags.replace("--untie-embeddings-and-output-weights", "")
+    whole = run(worker_pool, 1, flags, rows=rows)
+    run(worker_pool, 1, f"{flags} --exit-interval 2 --save {tmp_path}", rows=rows)
+    rest = run(worker_pool, world_size, f"{flags} --load {tmp_path} {layout}", rows=rows)
+    if world_size == 1:
+        assert rest.losses == whole.losses[2:]
+        assert rest.reports == whole.reports[2:]
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=2e-6)
+    for ours, theirs in zip(rest.reports, whole.reports[2:], strict=True):
+        assert ours == {name: pytest.approx(x, rel=2e-6) for name, x in theirs.items()}

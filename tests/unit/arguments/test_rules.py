@@ -447,6 +447,13 @@ BROKEN = [
         1,
     ),
     (
+        "deeper_predictions",
+        "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2 "
+        "--pipeline-model-parallel-layout Et|t|ttm|L --global-batch-size 4",
+        "places m in stage 2, whose copy of the word embeddings",
+        2,
+    ),
+    (
         "documents_need_packs",
         "--loss-reduction sqrt",
         "--loss-reduction sqrt: needs --use-packed-sequence",
