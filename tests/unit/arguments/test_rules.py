@@ -449,8 +449,8 @@ BROKEN = [
     (
         "deeper_predictions",
         "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2 "
-        "--pipeline-model-parallel-layout Et|t|ttm|L --global-batch-size 4",
-        "places m in stage 2, whose copy of the word embeddings",
+        "--pipeline-model-parallel-layout Ettt|tm||L --global-batch-size 4",
+        "places m in stage 1, whose copy of the word embeddings",
         2,
     ),
     (

@@ -74,16 +74,13 @@ def deeper_predictions(config: Config) -> Iterator[str]:
             return  # the layout's own rule says what is wrong with it
         found = sum(stages.predictions)
         place = stages.first_prediction
-        if place is not None:
-            chunk, process = divmod(place, stages.processes)
-            # megatron-core adds up the gradients of one copy of the embedding a process: on the
-            # first process that of the first stage, on others that of the last one.
-            if chunk < stages.virtual - 1 or (place and not process):
-                yield (
-                    f"--pipeline-model-parallel-layout {placed}: places m in stage {place}, whose "
-                    "copy of the word embeddings no gradient would reach; place it in the last "
-                    "stage, or in the last virtual stage of another process than the first"
-                )
+        # megatron-core adds up the gradients of the embedding in a process's last stage.
+        if place is not None and place // stages.processes < stages.virtual - 1:
+            yield (
+                f"--pipeline-model-parallel-layout {placed}: places m in stage {place}, whose copy "
+                "of the word embeddings no gradient would reach; place it in the last virtual "
+                "stage of its process"
+            )
         if found != loss.mtp_depths:
             yield (
                 f"--pipeline-model-parallel-layout {placed}: places {found} predictions (m), and "
