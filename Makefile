@@ -2,6 +2,7 @@
 #
 #   make demo        corpus, tokenizer, preprocessing, training on 2 CPU processes, loss curve
 #   make test        the test suite
+#   make faults      the fault suite: what runs survive, as a table
 #   make lint        ruff and mypy
 #   make docs        docs/flags.md, from the flags' declarations
 #   make bench-step  training steps side by side; bench-memory, bench-packing likewise
@@ -21,7 +22,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 comma := ,
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full lint docs bench-step bench-memory bench-packing bench-loss asan clean
+.PHONY: demo test test-full faults lint docs bench-step bench-memory bench-packing bench-loss asan clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -61,6 +62,10 @@ test: $(INSTALLED)
 
 test-full: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# Kills, signals, damaged files, full disks, bad values; prints a table of what was survived.
+faults: $(INSTALLED)
+	$(BIN)/python -m pytest tests/faults
 
 lint: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) ruff mypy types-PyYAML

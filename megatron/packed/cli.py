@@ -10,10 +10,14 @@ import time
 from collections.abc import Iterator
 
 from megatron.packed.arguments import CommandLineError, ConfigFileError
-from megatron.packed.errors import ConfigurationError, DataError, TrainingError
+from megatron.packed.errors import (
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    ConfigurationError,
+    DataError,
+    TrainingError,
+)
 
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
 # Seconds that other ranks leave to rank 0 to say what it has found, too. A launcher ends all
 # processes once one has failed, so a rank that leaves at once would take the message with it.
 _RANK_0_FIRST = 15.0
@@ -41,7 +45,7 @@ def user_errors() -> Iterator[None]:
         usage = isinstance(error, (CommandLineError, ConfigFileError))
         _leave(f"error: {error}", EXIT_USAGE if usage else EXIT_FAILURE)
     except TrainingError as error:
-        _leave(f"error: {error}", EXIT_FAILURE)
+        _leave(f"error: {error}", error.exit_code)
 
 
 def _end_workers() -> None:

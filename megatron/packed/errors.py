@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+# Exit codes of a rank besides 0; docs/operations.md has them all.
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_HANG = 3
+
 
 class ConfigurationError(ValueError):
     """A flag, or a combination of flags, that can't be honoured."""
@@ -12,4 +17,10 @@ class DataError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """A failure inside a running job, such as a NaN loss."""
+    """A failure inside a running job, such as a NaN loss.
+
+    Attributes:
+        exit_code: of the program that ends for it.
+    """
+
+    exit_code = EXIT_FAILURE

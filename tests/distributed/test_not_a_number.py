@@ -89,3 +89,40 @@ def test_healthy_runs_are_left_alone(worker_pool: WorkerPools) -> None:
     unchecked = run(worker_pool, 2, flags, rows=_rows(bad=3))
     assert checked.losses == unchecked.losses
     assert_bitwise_equal(checked.final_weights, unchecked.final_weights)
+
+
+def _two_bad() -> list[dict[str, Any]]:
+    rows = _rows(bad=3)
+    rows[5] = rows[3]
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["", "--use-distributed-optimizer"])
+def test_a_bad_batch_is_left_out(layout: str, worker_pool: WorkerPools) -> None:
+    """As if its samples had not been there: the run of the other steps' samples alone."""
+    flags = f"{FLAGS} {layout} --skip-bad-batches 1"
+    rows = _rows(bad=3)
+    result = run(worker_pool, 2, flags, rows=rows, prepare=_break_embedding)
+    assert result.updated == [True, False, True]
+    rest = [*rows[:2], *rows[4:]]
+    short = FLAGS.replace("--train-iters 3", "--train-iters 2")
+    expected = run(worker_pool, 2, f"{short} {layout}", rows=rest, prepare=_break_embedding)
+    assert [result.losses[0], result.losses[2]] == expected.losses
+    same = [name for name, value in expected.final_weights.items() if value.isfinite().all()]
+    assert len(same) == len(expected.final_weights) - 1
+    for name in same:
+        assert torch.equal(result.final_weights[name], expected.final_weights[name]), name
+    assert "iteration 2: NaN or Inf, update skipped (samples 2..3, gradients of rank" in result.log
+    assert "bad batch 1 of 1 (--skip-bad-batches)" in result.log
+    lines = [line for line in result.log.splitlines() if "consumed samples" in line]
+    assert ["number of nan iterations:   1" in line for line in lines] == [False, True, False]
+    assert "consumed samples:            6" in lines[2]
+
+
+def test_one_bad_batch_too_many(worker_pool: WorkerPools) -> None:
+    flags = f"{FLAGS} --skip-bad-batches 1"
+    with pytest.raises(TrainingError, match="NaN or Inf at iteration 3: samples 4..5"):
+        run(worker_pool, 1, flags, rows=_two_bad(), prepare=_break_embedding)
+    flags = f"{FLAGS} --skip-bad-batches 2"
+    result = run(worker_pool, 1, flags, rows=_two_bad(), prepare=_break_embedding)
+    assert result.updated == [True, False, False]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import data_flags  # noqa: F401  (the same corpus)
+from tests.distributed.conftest import data_flags, worker_pool  # noqa: F401  (the same)
 from tests.faults.fleet import COMMON, Fleet
+from tests.faults.table import FaultTable
 
 Reference = Callable[..., Fleet]
 
@@ -32,3 +33,20 @@ def reference(fault_flags: str, tmp_path_factory: pytest.TempPathFactory) -> Ref
         return known[world_size, flags]
 
     return get
+
+
+TABLE = FaultTable()
+
+
+@pytest.fixture(scope="session")
+def table() -> FaultTable:
+    """Where tests count the faults that a run survived."""
+    return TABLE
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table after the tests."""
+    if TABLE.rows:
+        terminalreporter.section("faults")
+        for line in TABLE.lines():
+            terminalreporter.write_line(line)

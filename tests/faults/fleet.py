@@ -13,9 +13,11 @@ that was killed, too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -70,12 +72,14 @@ class Fleet:
         flags: the command line.
         folder: for what the ranks write down; fleets that share it go on from each other.
         prepare: module-level function (or partial of one), called with the trainer.
+        restarts: how often a launcher has started it again.
     """
 
     world_size: int
     flags: str
     folder: Path
     prepare: Hook | None = None
+    restarts: int = 0
     processes: list[BaseProcess] = field(default_factory=list)
 
     def start(self) -> Fleet:
@@ -85,17 +89,28 @@ class Fleet:
         context = multiprocessing.get_context("forkserver")
         store = tempfile.mktemp(prefix="store-", dir=self.folder)
         for rank in range(self.world_size):
-            process = context.Process(target=_main, args=(rank, store, self._request()))
+            request = _Request(
+                rank,
+                self.world_size,
+                store,
+                self.flags,
+                self.folder,
+                self.prepare,
+                self.restarts,
+                dict(os.environ),
+            )
+            process = context.Process(target=_main, args=(request,))
             process.start()
             self.processes.append(process)
         return self
 
-    def _request(self) -> tuple[int, str, str, Hook | None]:
-        return self.world_size, self.flags, str(self.folder), self.prepare
-
     def wait_for(self, iteration: int) -> bool:
         """Wait until rank 0 has finished an iteration; False if the run ended before."""
         return self._wait(lambda: any(s.iteration >= iteration for s in self.steps(0)))
+
+    def wait_for_lines(self, count: int) -> bool:
+        """Wait until rank 0 has written down so many steps; False if the run ended before."""
+        return self._wait(lambda: len(self.steps(0)) >= count)
 
     def wait_for_text(self, text: str, rank: int = 0) -> bool:
         """Wait until a rank has printed something; False if the run ended before."""
@@ -149,6 +164,10 @@ class Fleet:
         path = self.folder / f"output-{rank}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def ended(self) -> bool:
+        """Whether rank 0 came to the end of the run."""
+        return (self.folder / "weights-0.txt").exists()
+
     def weights(self) -> list[str]:
         """Digest of every rank's final weights; of runs that came to their end."""
         return [
@@ -177,31 +196,44 @@ def assert_same_run(resumed: Fleet, reference: Fleet) -> int:
 # --- in the ranks ---------------------------------------------------------------------------------
 
 
-def _main(rank: int, store: str, request: tuple[int, str, str, Hook | None]) -> None:
-    world_size, flags, folder, prepare = request
+@dataclass(frozen=True)
+class _Request:
+    rank: int
+    world_size: int
+    store: str
+    flags: str
+    folder: Path
+    prepare: Hook | None
+    restarts: int
+    environ: dict[str, str]
+
+
+def _main(request: _Request) -> None:
+    rank = request.rank
     os.setsid()
-    output = os.open(f"{folder}/output-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    path = request.folder / f"output-{rank}.txt"
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(
-        FIXED_ENVIRONMENT,
+        request.environ | FIXED_ENVIRONMENT,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+        WORLD_SIZE=str(request.world_size),
+        LOCAL_WORLD_SIZE=str(request.world_size),
+        TORCHELASTIC_RESTART_COUNT=str(request.restarts),
     )
     from megatron.packed.cli import user_errors
 
     with user_errors():
-        _train(rank, world_size, store, flags, Path(folder), prepare)
+        _train(request)
     sys.stdout.flush()
     os._exit(0)
 
 
-def _train(
-    rank: int, world_size: int, store: str, flags: str, folder: Path, prepare: Hook | None
-) -> None:
+def _train(request: _Request) -> None:
+    """What pretrain_gpt.py does, with every step written down."""
     from datetime import timedelta
     from unittest import mock
 
@@ -215,24 +247,25 @@ def _train(
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
+        store=dist.FileStore(request.store, request.world_size),
+        rank=request.rank,
+        world_size=request.world_size,
         timeout=timedelta(seconds=TIMEOUT),
     )
-    config = config_from_flags(flags, os.environ)
+    config = config_from_flags(request.flags, os.environ)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(setup, "measure_gemm_peak", lambda *a, **k: 1e9))
         this_process = environment.start(config)
         signals = stack.enter_context(watch_of(config))
         trainer = setup.build_trainer(config, this_process, signals)
-        _write_down(trainer, folder / f"steps-{rank}.jsonl")
-        if prepare is not None:
-            prepare(trainer)
+        _write_down(trainer, request.folder / f"steps-{request.rank}.jsonl")
+        if request.prepare is not None:
+            request.prepare(trainer)
         trainer.train()
         trainer.evaluate_final()
     if trainer.progress.iteration == config.training.train_iters:
-        (folder / f"weights-{rank}.txt").write_text(_digest_of(trainer.step.model))
+        path = request.folder / f"weights-{request.rank}.txt"
+        path.write_text(_digest_of(trainer.step.model))
     environment.stop()
 
 
@@ -270,12 +303,86 @@ def signal_self(trainer: Any, number: int, iteration: int, rank: int = 0) -> Non
     """Send this process a signal in the middle of an iteration, on one rank."""
     if trainer.environment.rank != rank:
         return
+
+    def act() -> None:
+        if trainer.progress.iteration + 1 == iteration:
+            os.kill(os.getpid(), number)
+
+    _before_loss(trainer, act)
+
+
+def slow_down(trainer: Any, seconds: float, rank: int) -> None:
+    """Have every micro-batch of one rank take longer."""
+    if trainer.environment.rank == rank:
+        _before_loss(trainer, lambda: time.sleep(seconds))
+
+
+def hang(trainer: Any, iteration: int, rank: int, patience: float) -> None:
+    """Have one rank stop in an iteration; every rank waits for `patience` seconds."""
+    trainer.watch.hang.seconds = patience
+    if trainer.environment.rank == rank:
+
+        def stuck_here() -> None:
+            if trainer.progress.iteration + 1 == iteration:
+                time.sleep(TIMEOUT)
+
+        _before_loss(trainer, stuck_here)
+
+
+def both(trainer: Any, one: Hook, other: Hook) -> None:
+    """Two hooks."""
+    one(trainer)
+    other(trainer)
+
+
+def _before_loss(trainer: Any, action: Callable[[], None]) -> None:
     forward = trainer.step.forward.loss.compute_loss
 
     @functools.wraps(forward)
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        if trainer.progress.iteration + 1 == iteration:
-            os.kill(os.getpid(), number)
+        action()
         return forward(*args, **kwargs)
 
     object.__setattr__(trainer.step.forward.loss, "compute_loss", compute_loss)
+
+
+def break_loss(
+    trainer: Any,
+    iteration: int,
+    times: int,
+    rank: int = 0,
+    factor: float = math.nan,
+    elsewhere: bool = False,
+) -> None:
+    """Spoil the first losses of an iteration on one rank.
+
+    Args:
+        trainer: whose.
+        iteration: which.
+        times: micro-batches spoiled, those of the step when it is run again included.
+        rank: where.
+        factor: what losses are multiplied by.
+        elsewhere: pretend that this process was moved to another node.
+    """
+    if elsewhere:
+        trainer.step.reruns.machine.suspicious_node = "another"
+    if trainer.environment.rank != rank:
+        return
+    helper, left = trainer.step.forward.loss, [times]
+    forward = helper.compute_loss
+
+    @functools.wraps(forward)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        if trainer.progress.iteration + 1 != iteration or not left[0]:
+            return result
+        left[0] -= 1
+        return dataclasses.replace(result, total=result.total * factor)
+
+    object.__setattr__(helper, "compute_loss", compute_loss)
+
+
+def expect_small_losses(trainer: Any) -> None:
+    """Have the next loss look like a spike."""
+    machine = trainer.step.reruns.machine
+    machine.large_value_counts["loss"], machine.max_values["loss"] = 100, 1e-3

@@ -16,7 +16,10 @@ from tests.faults.fleet import Fleet, assert_same_run, signal_self
 
 @pytest.mark.parametrize(
     ("number", "flags"),
-    [(signal.SIGTERM, "--async-save --save-interval 2 --num-workers 1"), (signal.SIGUSR1, "")],
+    [
+        (signal.SIGTERM, "--async-save --save-interval 2 --num-workers 1"),
+        pytest.param(signal.SIGUSR1, "", marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_on_one_rank_ends_all_after_a_save(
     number: signal.Signals, flags: str, fault_flags: str, reference: Reference, tmp_path: Path

@@ -80,7 +80,7 @@ class Manifest:
                 f"version {FORMAT_VERSION}; load it with the version that wrote it"
             )
         for name in files:
-            if not _stays_inside(name):
+            if not stays_inside(name):
                 raise DataError(f"{path}: names {name!r}, which lies outside the checkpoint")
         return cls(int(content["iteration"]), files)
 
@@ -130,7 +130,8 @@ def _digest_of(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _stays_inside(name: str) -> bool:
+def stays_inside(name: str) -> bool:
+    """Whether a name from a checkpoint leads to a file below the checkpoint's folder."""
     path = Path(name)
     return not path.is_absolute() and ".." not in path.parts and name not in ("", ".")
 

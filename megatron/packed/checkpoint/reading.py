@@ -24,9 +24,10 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.packed.checkpoint.folder import CheckpointFolder
-from megatron.packed.checkpoint.manifest import Manifest
+from megatron.packed.checkpoint.manifest import MANIFEST, Manifest, stays_inside
 from megatron.packed.checkpoint.storage import COMMON, FORMAT, INDEX
 from megatron.packed.checkpoint.trust import read_index, weights_only
 from megatron.packed.errors import DataError
@@ -79,6 +80,8 @@ def newest_intact(
     """
     damages: list[str] = []
     for iteration in _candidates(folder, step, damages):
+        if damages and not fall_back:
+            break  # the tracker is damaged: which checkpoint was meant is a guess
         found = _examine(folder.path(iteration), iteration, contents)
         if isinstance(found, Intact):
             for message in damages:
@@ -160,9 +163,25 @@ def _read_small(path: Path) -> tuple[Manifest | None, dict[str, Any]]:
         )
     common = read_common(path)
     if manifest is None and common.get("producer") == PRODUCER:
-        raise DataError(f"{path / 'manifest.json'}: missing, so the files can't be verified")
-    read_index(path / INDEX)
+        raise DataError(f"{path / MANIFEST}: missing, so the files can't be verified")
+    _check_places(path, read_index(path / INDEX), manifest)
     return manifest, common
+
+
+def _check_places(path: Path, index: Any, manifest: Manifest | None) -> None:
+    """Every file that the index reads from lies in the checkpoint, and is vouched for.
+
+    Raises:
+        DataError: one doesn't, or isn't.
+    """
+    places = getattr(index, "storage_data", None)
+    if not isinstance(places, dict) or not isinstance(index.state_dict_metadata, dict):
+        raise DataError(f"{path / INDEX}: damaged (it is no index of tensors)")
+    for name in sorted({str(place.relative_path) for place in places.values()}):
+        if not stays_inside(name):
+            raise DataError(f"{path / INDEX}: names {name!r}, which lies outside the checkpoint")
+        if manifest is not None and name not in manifest.files:
+            raise DataError(f"{path / MANIFEST}: doesn't list {name}, which tensors are read from")
 
 
 def read_common(path: Path) -> dict[str, Any]:
@@ -242,12 +261,23 @@ def load_sharded(
     stand_ins = _master_weights_without(sharded, stored)
     absent = stand_ins | _match(sharded, stored, stand_ins, path, strictness, report)
     without, sharded = extract_matching_values(sharded, lambda shard: id(shard) in absent)
-    with weights_only():
-        loaded = TorchDistLoadShardedStrategy().load(sharded, path)
+    try:
+        with weights_only():
+            loaded = TorchDistLoadShardedStrategy().load(sharded, path)
+    except CheckpointException as error:  # on every rank, with what each of them met
+        raise DataError(f"{path}: its tensors can't be read: {_first_failure(error)}") from error
     merge(result, kept)
     merge(result, loaded)
     merge(result, dict_list_map_inplace(lambda shard: shard.data, without))
     return Loaded(apply_factory_merges(result, factories), bool(stand_ins))
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    lines = [line for line in str(cause).splitlines() if line]
+    # torch tells first how to load what it refused to load.
+    named = [line for line in lines if "GLOBAL" in line] or lines or [type(cause).__name__]
+    return f"rank {rank}: {type(cause).__name__}: {named[0][:200]}"
 
 
 def _master_weights_without(sharded: ShardedStateDict, stored: dict[str, Any]) -> set[int]:

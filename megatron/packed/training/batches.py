@@ -394,6 +394,16 @@ class BatchSource:
         return next_shared(self.loader, self.environment.host_tp_group, pin_memory=on_cuda)
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """A point of a stream of batches, and what was read since."""
+
+    state: dict[str, Any]
+    consumed_samples: int
+    statistics: BatchStatistics
+    read: list[HostBatch] = field(default_factory=list)
+
+
 @dataclass
 class MicroBatchIterator:
     """Micro-batches of this rank, with a count of what they held since the last report.
@@ -415,6 +425,7 @@ class MicroBatchIterator:
     iteration: int = 0
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
     scales: Scales | None = None
+    _mark: _Mark | None = None
     _ahead: deque[HostBatch] = field(default_factory=deque)
     _lengths: list[int] = field(default_factory=list)
 
@@ -452,7 +463,20 @@ class MicroBatchIterator:
     def _read(self) -> HostBatch:
         batch = self.source.read()
         self._lengths.append(batch.tokens.shape[1])
+        if self._mark is not None:
+            self._mark.read.append(batch)
         return batch
+
+    def mark(self) -> None:
+        """Remember this point, between two steps, to come back to it with `rewind`."""
+        self._mark = _Mark(self.state_dict(), self.consumed_samples, replace(self.statistics))
+
+    def rewind(self) -> None:
+        """Hand out everything since the mark again."""
+        assert self._mark is not None
+        self._ahead = deque(self._mark.read)
+        self.consumed_samples = self._mark.consumed_samples
+        self.statistics = replace(self._mark.statistics)
 
     def begin_step(self) -> None:
         """Count micro-batches from the next one on."""
@@ -520,6 +544,8 @@ class MicroBatchIterator:
         which the number of consumed samples describes, and on ranks that read no data: save
         global rank 0's.
         """
+        if self._mark is not None and self.consumed_samples == self._mark.consumed_samples:
+            return self._mark.state  # of the loader, which is ahead once batches were put back
         packing = None
         if isinstance(self.source.loader, PackBatches):
             packing = self.source.loader.state_dict()

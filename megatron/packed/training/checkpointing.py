@@ -62,6 +62,7 @@ class ResumePoint:
             int(consumed),
             common.get("data"),
             bool(common.get("evaluation_pending", False)),
+            int(common.get("bad_batches", 0)),
         )
 
     def restore(self, config: Config, step: TrainStep) -> None:
@@ -86,6 +87,8 @@ class ResumePoint:
             return
         if common.get("layout") == state.layout_of(config):
             state.restore_generators(path)
+            if step.reruns is not None and common.get("has_reruns", False):
+                state.restore_reruns(step.reruns, path)
         else:
             print_rank_0(
                 "random generators start anew: the checkpoint is of another parallel layout, so "
@@ -288,6 +291,7 @@ class CheckpointSaver:
             self.config, self.step, progress.iteration, progress.consumed_samples, data
         )
         common["evaluation_pending"] = progress.evaluation_pending
+        common["bad_batches"] = progress.bad_batches
         buffer = io.BytesIO()
         torch.save(common, buffer)
         arguments = json.dumps(state.flat_arguments(self.config), indent=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,9 +31,11 @@ from megatron.packed.training.pipeline import StepShape
 from megatron.packed.training.progress import HeldOut, Progress, Splits, evaluation_config
 from megatron.packed.training.replicas import check_replicas, gathered_parameters
 from megatron.packed.training.reporting import Reporter
+from megatron.packed.training.reruns import StepRejected
 from megatron.packed.training.signals import SignalWatch, true_on_any_rank
 from megatron.packed.training.step import TrainStep
 from megatron.packed.training.timers import timers_report
+from megatron.packed.training.watch import RunWatch
 
 
 def step_shape(config: Config, transformer_config: object) -> StepShape:
@@ -71,6 +75,7 @@ class Trainer:
         saver: writes checkpoints; None without `--save`.
         signals: knows whether the run was asked to end; None without `--exit-signal-handler`.
         garbage: when Python's garbage is collected.
+        watch: looks for signs of life; None where nobody looks.
     """
 
     config: Config
@@ -82,9 +87,41 @@ class Trainer:
     saver: CheckpointSaver | None = None
     signals: SignalWatch | None = None
     garbage: GarbageCollection = GarbageCollection()
+    watch: RunWatch | None = None
+    _step_start: float = 0.0
 
     def train(self) -> None:
         """Run the remaining iterations, with periodic evaluation."""
+        with self._watched():
+            self._train()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Have every micro-batch and save show signs of life to the watch."""
+        if self.watch is None:
+            yield
+            return
+        forward = self.step.forward
+        self.step.forward = replace(forward, on_micro_batch=lambda: self._beat("micro-batch"))
+        if self.watch.stragglers is not None:
+            self.step.finalizer.on_local_gradients = self._count_own_work
+        with self.watch.hang.watching():
+            yield
+        self.step.forward = forward
+
+    def _beat(self, phase: str) -> None:
+        if self.watch is not None:
+            progress = self.progress
+            self.watch.beat(phase, progress.iteration, progress.consumed_samples)
+
+    def _count_own_work(self) -> None:
+        """Measure what this rank did of a step before it waits for the others."""
+        assert self.watch is not None and self.watch.stragglers is not None
+        if self.environment.accelerator.name == "cuda":
+            torch.cuda.synchronize()
+        self.watch.stragglers.add(time.perf_counter() - self._step_start)
+
+    def _train(self) -> None:
         training, evaluation = self.config.training, self.config.evaluation
         print_rank_0(f"training from iteration {self.progress.iteration + 1}")
         self.reporter.restart_clock()
@@ -171,7 +208,9 @@ class Trainer:
 
     def _save(self, saver: CheckpointSaver) -> None:
         measured = self.reporter.pause_clock()
+        self._beat("saving")
         saver.save(self.progress)
+        self._beat("saved")
         self.reporter.resume_clock(measured)
 
     def _train_one(self) -> None:
@@ -179,8 +218,18 @@ class Trainer:
         batches.iteration = progress.iteration + 1
         batch_size = batch_sizes(self.config).at(progress.consumed_samples)
         num_microbatches = cut_batch(self.config, batch_size)
+        self._beat("step")
+        if self.step.reruns is not None and self.step.reruns.enabled:
+            batches.mark()
         batches.check_metadata(num_microbatches)
-        result = self.step(batches, num_microbatches, batch_size)
+        self._step_start = time.perf_counter()
+        try:
+            result = self.step(batches, num_microbatches, batch_size)
+        except StepRejected as rejected:
+            if rejected.save and self.saver is not None:
+                self._save(self.saver)  # the run as it was before this step
+                self.saver.wait()
+            raise
         progress.iteration += 1
         progress.consumed_samples += batch_size
         interval = self.config.optimizer_options.check_weight_hash_across_dp_replicas_interval
@@ -188,6 +237,13 @@ class Trainer:
             check_replicas(self.step.model, progress.iteration)
         # As upstream logs it: the rate that the schedule has arrived at.
         learning_rate = self._learning_rate()
+        if result.bad is not None:
+            progress.bad_batches += 1
+            print_rank_0(
+                f"iteration {progress.iteration}: NaN or Inf, update skipped ({result.bad}); bad "
+                f"batch {progress.bad_batches} of {self.config.faults.skip_bad_batches} "
+                "(--skip-bad-batches)"
+            )
         if not result.loss_count:
             print_rank_0(
                 f"iteration {progress.iteration}: no supervised token in the global batch, "
@@ -209,6 +265,9 @@ class Trainer:
             timed = timers_report(self.step.transformer_config, self.config.logging.log_interval)
             if timed:
                 print_rank_0(timed)
+            if self.watch is not None and self.watch.stragglers is not None:
+                for line in self.watch.stragglers.report():
+                    print_rank_0(line)
             if packer := batches.packer_summary():
                 print_rank_0(f"   packer | so far: {packer} |")
 
@@ -241,9 +300,10 @@ class Trainer:
     def evaluate_final(self) -> None:
         """Evaluate what the run ends with, on validation and test data."""
         where = f"the end of training, iteration {self.progress.iteration}"
-        for held_out in (self.splits.valid, self.splits.test):
-            if held_out and not self._asked_to_end():
-                self._evaluate(held_out, where)
+        with self._watched():
+            for held_out in (self.splits.valid, self.splits.test):
+                if held_out and not self._asked_to_end():
+                    self._evaluate(held_out, where)
         self.reporter.close()
 
 

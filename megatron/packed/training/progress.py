@@ -19,12 +19,14 @@ class Progress:
         data: `Splits.state_dict()` at that point, where training goes on; None plans what was
             consumed again.
         evaluation_pending: the run was ended before the evaluation that was due.
+        bad_batches: those left out for a NaN or Inf (`--skip-bad-batches`).
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     data: dict[str, Any] | None = None
     evaluation_pending: bool = False
+    bad_batches: int = 0
 
 
 @dataclass(frozen=True)

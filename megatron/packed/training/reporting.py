@@ -70,7 +70,9 @@ class Reporter:
         """Take in one step and write its TensorBoard entries."""
         self._steps.append(step)
         self.skipped_iterations += not step.updated
-        self.nan_iterations += step.loss_count > 0 and step.loss != step.loss
+        self.nan_iterations += (
+            step.bad is not None or step.loss_count > 0 and step.loss != step.loss
+        )
         due = iteration % self.config.logging.tensorboard_log_interval == 0
         if self.writers and due:
             self._write_step(step, iteration, consumed_samples, learning_rate)
@@ -183,8 +185,9 @@ class Reporter:
         """Upstream's line: its fields, in its order and formats."""
         train_iters = self.config.training.train_iters
         last = self._steps[-1]
-        loss_sum = sum(step.loss_sum for step in self._steps)
-        loss_count = sum(step.loss_count for step in self._steps)
+        kept = self._kept()
+        loss_sum = sum(step.loss_sum for step in kept)
+        loss_count = sum(step.loss_count for step in kept)
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         parts = [
             f"[{now}] iteration {iteration:8d}/{train_iters:8d}",
@@ -218,12 +221,16 @@ class Reporter:
         ]
         return " " + " | ".join(parts) + " |"
 
+    def _kept(self) -> list[StepResult]:
+        """Steps whose losses are meant: not those that were left out for a NaN."""
+        return [step for step in self._steps if step.bad is None]
+
     def _other_means(self) -> dict[str, float]:
         """Whatever else the steps of the interval reported: sums over counts."""
         means = {}
         for name in self._steps[-1].reports:
-            total = sum(step.reports[name][0] for step in self._steps)
-            count = sum(step.reports[name][1] for step in self._steps)
+            total = sum(step.reports[name][0] for step in self._kept())
+            count = sum(step.reports[name][1] for step in self._kept())
             if count:
                 means[name] = total / count
         return means

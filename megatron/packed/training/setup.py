@@ -31,9 +31,11 @@ from megatron.packed.training.loop import (
 from megatron.packed.training.optimization import build_optimizer, build_scheduler
 from megatron.packed.training.progress import Progress
 from megatron.packed.training.reporting import Reporter
+from megatron.packed.training.reruns import Reruns
 from megatron.packed.training.signals import SignalWatch
 from megatron.packed.training.step import ForwardStep, TrainStep
 from megatron.packed.training.timers import start_timers
+from megatron.packed.training.watch import RunWatch
 from megatron.packed.training.writers import ScalarWriters, open_writers
 
 
@@ -101,6 +103,7 @@ def build_step(config: Config, environment: Environment, tokenizer: PackedTokeni
         check_for_nan=config.training.check_for_nan_in_loss_and_grad,
         forward=build_forward_step(config),
         error_on_empty=config.loss.on_empty_batch == "error",
+        reruns=Reruns.of(config, model),
         adapts_loss_scale=config.training.fp16 and config.optimizer_options.loss_scale is None,
     )
 
@@ -168,10 +171,22 @@ def build_trainer(
     step = build_step(config, environment, tokenizer)
     if resume is not None:
         resume.restore(config, step)
+    step.skips_left = max(config.faults.skip_bad_batches - progress.bad_batches, 0)
     reporter = _build_reporter(config, environment, writers, tokenizer, step.forward.documents)
     saver = None
     if config.checkpoint.save:
         saved = progress.iteration if resume and not resume.weights_only else None
         saver = CheckpointSaver(config, step, splits.state_dict, saved_iteration=saved)
     garbage = GarbageCollection.from_config(config)
-    return Trainer(config, environment, step, splits, reporter, progress, saver, signals, garbage)
+    return Trainer(
+        config,
+        environment,
+        step,
+        splits,
+        reporter,
+        progress,
+        saver,
+        signals,
+        garbage,
+        RunWatch.of(config, environment.accelerator.device),
+    )

@@ -20,9 +20,11 @@ from megatron.packed.arguments.config import all_specs
 from megatron.packed.checkpoint.manifest import FORMAT_VERSION
 from megatron.packed.checkpoint.reading import PRODUCER, load_sharded
 from megatron.packed.errors import ConfigurationError
+from megatron.packed.training.reruns import Reruns
 from megatron.packed.training.step import TrainStep
 
 _GENERATORS = "rng_state"
+_RERUNS = "rerun_state"
 
 
 def _metadata() -> dict[str, Any]:
@@ -70,9 +72,15 @@ def sharded_state(config: Config, step: TrainStep) -> ShardedStateDict:
         initialize_optimizer(step.optimizer)
         state["optimizer"] = step.optimizer.sharded_state_dict(model, metadata=_metadata())
     if not config.checkpoint.no_save_rng:
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        state[_GENERATORS] = ShardedObject(_GENERATORS, _generators(), (size,), (rank,))
+        state[_GENERATORS] = _of_this_rank(_GENERATORS, _generators())
+    if step.reruns is not None:
+        state[_RERUNS] = _of_this_rank(_RERUNS, step.reruns.state_dict())
     return state
+
+
+def _of_this_rank(name: str, value: Any) -> ShardedObject:
+    size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return ShardedObject(name, value, (size,), (rank,))
 
 
 def common_state(
@@ -102,6 +110,7 @@ def common_state(
         "layout": layout_of(config),
         "has_optimizer": not config.checkpoint.no_save_optim,
         "has_rng": not config.checkpoint.no_save_rng,
+        "has_reruns": step.reruns is not None,
         "data": data,
     }
 
@@ -184,10 +193,7 @@ def restore_schedules(step: TrainStep, common: dict[str, Any]) -> None:
 
 def restore_generators(path: Path) -> None:
     """Load this rank's random generators, saved under the same layout; a collective call."""
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    wanted = {_GENERATORS: ShardedObject(_GENERATORS, None, (size,), (rank,))}
-    loaded = load_sharded(wanted, path, strictness="ignore_all", report=lambda _: None)
-    state = loaded.state[_GENERATORS]
+    state = _load_of_this_rank(_GENERATORS, path)
     if state is None:
         return
     version, internal, gauss = state["python"]
@@ -198,6 +204,19 @@ def restore_generators(path: Path) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def restore_reruns(reruns: Reruns, path: Path) -> None:
+    """Load what was known about suspicious results, under the same layout; a collective call."""
+    state = _load_of_this_rank(_RERUNS, path)
+    if state is not None:
+        reruns.load_state_dict(state)
+
+
+def _load_of_this_rank(name: str, path: Path) -> Any:
+    wanted = {name: _of_this_rank(name, None)}
+    loaded = load_sharded(wanted, path, strictness="ignore_all", report=lambda _: None)
+    return loaded.state[name]
 
 
 def _generators() -> dict[str, Any]:

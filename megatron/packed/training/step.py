@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron.packed.training.batches import MicroBatch, MicroBatchIterator
 from megatron.packed.training.document_losses import DocumentLosses
 from megatron.packed.training.expert_losses import ExpertLosses, collect_expert_losses
 from megatron.packed.training.pipeline import StepShape, forward_backward
+from megatron.packed.training.reruns import Reruns, StepRejected
 
 Totals = dict[str, tuple[float, float]]
 """(sum, count) by name, over the global batch."""
@@ -36,12 +37,16 @@ class GradientFinalizer:
 
     Attributes:
         check_local_gradients: look for NaN and Inf before gradients of different ranks are mixed.
+        on_local_gradients: called when this rank's own work on a step is done.
+        on_local_norm: called with the L2 norm of this rank's gradients, before any is reduced.
         num_tokens: supervised tokens of the global batch, known once a step's gradients are
             final; None when the loss isn't normalised per token.
         local_gradients_finite: outcome of the check for this rank.
     """
 
     check_local_gradients: bool
+    on_local_gradients: Callable[[], None] | None = None
+    on_local_norm: Callable[[torch.Tensor], None] | None = None
     num_tokens: torch.Tensor | None = None
     local_gradients_finite: bool = True
 
@@ -52,15 +57,28 @@ class GradientFinalizer:
         **kwargs: Any,
     ) -> None:
         """Finalize, as a `finalize_model_grads_func`."""
+        if self.on_local_gradients is not None:
+            self.on_local_gradients()
         if self.check_local_gradients:
             self.local_gradients_finite = all(
                 bool(torch.isfinite(buffer.grad_data.sum()))
                 for chunk in model
                 for buffer in chunk.buffers + chunk.expert_parallel_buffers
             )
+        if self.on_local_norm is not None:
+            self.on_local_norm(_local_norm(model))
         finalize_model_grads(model, num_tokens, **kwargs)
         # All-reduced in place over data- and context-parallel ranks.
         self.num_tokens = num_tokens
+
+
+def _local_norm(model: list[DistributedDataParallel]) -> torch.Tensor:
+    norms = [
+        torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32)
+        for chunk in model
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,7 @@ class StepResult:
         loss_scale: factor on the losses that gradients were computed of.
         decoupled_learning_rate: of embedding and output layer, where it is another one.
         samples: of the global batch.
+        bad: what was not finite and where, if the batch was skipped for it.
     """
 
     loss_sum: float
@@ -90,6 +109,7 @@ class StepResult:
     loss_scale: float = 1.0
     decoupled_learning_rate: float | None = None
     samples: int = 0
+    bad: str | None = None
 
     @property
     def loss(self) -> float:
@@ -104,10 +124,14 @@ class ForwardStep:
     Attributes:
         loss: from per-token losses to the objective.
         documents: keeps the losses of documents; None where nobody asks.
+        on_micro_batch: called as each begins.
+        on_loss: called in training with the sum and the count of each.
     """
 
     loss: LossCalculationHelper = field(default_factory=LossCalculationHelper)
     documents: DocumentLosses | None = None
+    on_micro_batch: Callable[[], None] | None = None
+    on_loss: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     @property
     def needs_scales(self) -> bool:
@@ -118,6 +142,8 @@ class ForwardStep:
         self, batches: MicroBatchIterator, model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run one micro-batch; returns the output, and what makes the loss of it."""
+        if self.on_micro_batch is not None:
+            self.on_micro_batch()
         batch = next(batches)
         config = get_model_config(model)
         more: dict[str, Any] = {}
@@ -158,6 +184,8 @@ class ForwardStep:
             scale=None if batch.scales is None else batch.scales.objective,
             mtp_reports=() if deeper is None else deeper.reports,
         )
+        if self.on_loss is not None and torch.is_grad_enabled():
+            self.on_loss(loss.total, loss.count)
         if self.documents is not None and torch.is_grad_enabled():
             params = batch.packed_seq_params
             # The loss of a run with this log keeps the sums.
@@ -219,6 +247,8 @@ def naming_lost_ranks(batches: MicroBatchIterator) -> Iterator[None]:
     where = f"iteration {batches.iteration}"
     try:
         yield
+    except StepRejected:
+        raise
     except TrainingError as error:
         raise TrainingError(f"{where}: {error}") from error
     except RuntimeError as error:
@@ -252,6 +282,8 @@ class TrainStep:
         error_on_empty: stop at a global batch without a supervised token instead of skipping it.
         adapts_loss_scale: gradients that overflow skip the update and lower the loss scale;
             only the loss itself is checked then.
+        reruns: runs a step again that looks wrong; None where nobody looks.
+        skips_left: batches with NaN or Inf that may still be left out instead of stopping.
     """
 
     model: list[DistributedDataParallel]
@@ -264,6 +296,8 @@ class TrainStep:
     forward: ForwardStep = field(default_factory=ForwardStep)
     error_on_empty: bool = False
     adapts_loss_scale: bool = False
+    reruns: Reruns | None = None
+    skips_left: int = 0
     finalizer: GradientFinalizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -276,6 +310,9 @@ class TrainStep:
             self.transformer_config.grad_sync_func = _of_chunks(
                 [c.start_grad_sync for c in self.model]
             )
+        if self.reruns is not None:
+            self.finalizer.on_local_norm = self.reruns.check_gradients
+            self.forward = replace(self.forward, on_loss=self.reruns.check_loss)
 
     def __call__(
         self, batches: MicroBatchIterator, num_microbatches: int, global_batch_size: int
@@ -293,28 +330,23 @@ class TrainStep:
         Raises:
             TrainingError: NaN or Inf in the loss or the gradients, with `check_for_nan`; nothing
                 to train on, with `error_on_empty`; another rank that was lost.
+            StepRejected: results that `reruns` doesn't trust.
         """
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
         with naming_lost_ranks(batches):
-            if self.forward.needs_scales:
-                batches.normalise(num_microbatches)
-            reports = forward_backward(
-                self.forward, self.model, batches, self.shape, num_microbatches, forward_only=False
-            )
+            for _ in [None] if self.reruns is None else self.reruns.attempts(batches):
+                reports = self._forward_backward(batches, num_microbatches)
             names = self.forward.loss.report_names
             totals = by_name(reduce_reports(reports, names, self.device), names)
             expert_losses = collect_expert_losses(
                 self.model, self.transformer_config, num_microbatches, self.device
             )
         loss_sum, loss_count = totals.pop(LM_LOSS)
-        if self.check_for_nan:
-            self._check_finite(loss_sum, batches, global_batch_size)
+        bad = self._look_for_nan(loss_sum, batches, global_batch_size)
         updated, grad_norm, num_zeros = False, None, None
         # Documents that all weigh nothing are no batch to train on, either.
-        trainable = bool(loss_count and totals.get(OBJECTIVE, (0.0, 1.0))[1])
-        if self.error_on_empty and not trainable:
+        weighed = bool(loss_count and totals.get(OBJECTIVE, (0.0, 1.0))[1])
+        trainable = weighed and bad is None
+        if self.error_on_empty and not weighed:
             raise TrainingError(
                 f"iteration {batches.iteration}: no supervised token in the global batch, and "
                 "--on-empty-batch is error; look at its samples "
@@ -337,6 +369,19 @@ class TrainStep:
             loss_scale=loss_scale,
             decoupled_learning_rate=self._decoupled_learning_rate(),
             samples=global_batch_size,
+            bad=bad,
+        )
+
+    def _forward_backward(
+        self, batches: MicroBatchIterator, num_microbatches: int
+    ) -> list[dict[str, torch.Tensor]]:
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.forward.needs_scales:
+            batches.normalise(num_microbatches)
+        return forward_backward(
+            self.forward, self.model, batches, self.shape, num_microbatches, forward_only=False
         )
 
     @staticmethod
@@ -351,22 +396,31 @@ class TrainStep:
                 return float(group["lr"])
         return None
 
-    def _check_finite(
+    def _look_for_nan(
         self, loss_sum: float, batches: MicroBatchIterator, global_batch_size: int
-    ) -> None:
-        """Stop every rank when one has a NaN or Inf; name it and the samples it trained on."""
+    ) -> str | None:
+        """Stop every rank when one has a NaN or Inf; name it and the samples it trained on.
+
+        Returns:
+            The same in words, where the batch may be skipped instead.
+        """
+        if not self.check_for_nan:
+            return None
         bad = torch.zeros(torch.distributed.get_world_size(), device=self.device)
         bad[torch.distributed.get_rank()] = float(not self.finalizer.local_gradients_finite)
         torch.distributed.all_reduce(bad)
         ranks = torch.nonzero(bad).flatten().tolist()
         if math.isfinite(loss_sum) and not ranks:
-            return
+            return None
         where = f"samples {self._samples(batches, global_batch_size)}"
         if ranks:
             replicas = [parallel_state.get_data_parallel_rank()] * len(bad)
             torch.distributed.all_gather_object(replicas, replicas[0])
             listed = "; ".join(f"rank {r}, data-parallel rank {replicas[r]}" for r in ranks)
             where += f", gradients of {listed}"
+        if self.skips_left:
+            self.skips_left -= 1
+            return where
         raise TrainingError(
             f"NaN or Inf at iteration {batches.iteration}: {where}; lower --lr, look at the data "
             "of these samples, or pass --no-check-for-nan-in-loss-and-grad to train on"

@@ -11,6 +11,7 @@ from megatron.packed.arguments import config_from_flags, override, rules
 from megatron.packed.errors import ConfigurationError
 
 from .broken_attention import BROKEN_ATTENTION
+from .broken_faults import BROKEN_FAULTS
 from .broken_layers import BROKEN_LAYERS
 from .broken_optimizer import BROKEN_OPTIMIZER
 from .broken_pipeline import BROKEN_PIPELINE
@@ -44,6 +45,7 @@ BROKEN = [
         )
     ),
     *BROKEN_ATTENTION,
+    *BROKEN_FAULTS,
     *BROKEN_LAYERS,
     (
         "retention_keeps_what_is_saved",
@@ -550,6 +552,7 @@ def test_every_rule_is_listed_and_broken_by_some_test() -> None:
         rules.schedule,
         rules.linear_attention,
         rules.checkpoint,
+        rules.faults,
         rules.hardware,
     )
     defined = {

@@ -16,6 +16,7 @@ from megatron.packed.arguments.rules import (
     checkpoint,
     context_parallel,
     data,
+    faults,
     hardware,
     heterogeneous,
     layout,
@@ -49,6 +50,7 @@ RULES: tuple[Rule, ...] = (
     + context_parallel.RULES
     + checkpoint.RULES
     + loss.RULES
+    + faults.RULES
 )
 HARDWARE_RULES: tuple[Rule, ...] = hardware.RULES
 
