@@ -6,7 +6,7 @@
 #   make lint        ruff and mypy
 #   make docs        docs/flags.md, from the flags' declarations
 #   make bench-step  training steps side by side; bench-memory, bench-packing likewise
-#   make PYTHON=...  another interpreter (default python3.11)
+#   make PYTHON=...  another interpreter (default python3.11); with VENV=... beside the first one
 #
 # EXTRAS and PIP_ARGS reach pip, for example EXTRAS=test,bench or PIP_ARGS="--no-index ...".
 

@@ -67,8 +67,6 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 def run_layer(flags: str, world_size: int = 1) -> Seen:
     """On a rank: build one layer, and pass this rank's row (or both rows) through it."""
-    from megatron.core.transformer.spec_utils import build_module
-
     from megatron.packed.arguments import config_from_flags
     from megatron.packed.model import patches
     from megatron.packed.model.builder import first_expert
@@ -83,7 +81,7 @@ def run_layer(flags: str, world_size: int = 1) -> Seen:
     patches.install()
     core = build_transformer_config(config)
     spec = build_layer_spec(config, core, this_process.accelerator)
-    layer = build_module(spec.layer_specs[0].submodules.mlp, config=core)
+    layer = spec.layer_specs[0].submodules.mlp(config=core)
     layer.set_layer_number(1)
     holder = torch.nn.ModuleDict({"mlp": layer})
     initialization = InitializationConfig(

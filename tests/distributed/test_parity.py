@@ -114,7 +114,8 @@ def test_reference_is_worth_comparing_with(one_process: Callable[[str], RankResu
         assert all(reference.updated)
     packed, rows = one_process(RUNS["gpt-packed"]), one_process(RUNS["gpt-rows"])
     assert packed.statistics.segments > 2 * packed.statistics.packs
-    assert packed.statistics.sum_squared_lengths < 64 * packed.statistics.real_tokens
+    # Documents are the library's of this Python version: a token's own is hardly half a row long.
+    assert packed.statistics.sum_squared_lengths < 0.6 * 128 * packed.statistics.real_tokens
     assert len(set(packed.loss_counts)) > 1
     assert packed.losses[0] != pytest.approx(rows.losses[0], rel=1e-4)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron.packed.accelerator.compat import accepted_by
 from megatron.packed.loss.cross_entropy import vocab_parallel_cross_entropy
 from megatron.packed.model.moe import moe_layers
 from megatron.packed.model.mtp import DeeperTargets, deeper_losses
@@ -128,9 +128,8 @@ class PackedGPTModel(GPTModel):
         assert not args  # GPTModel.forward names everything but the hidden states
         targets = self._deeper
         if self.mtp_process and targets is not None:
-            names = inspect.signature(self.mtp.forward).parameters
             hidden_states = self.mtp(
-                **{name: value for name, value in kwargs.items() if name in names}
+                **accepted_by(self.mtp.forward, kwargs)
                 | {"input_ids": targets.tokens, "hidden_states": hidden_states},
                 embedding=self.embedding,
             )
@@ -142,8 +141,6 @@ class PackedGPTModel(GPTModel):
 
         def losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits, _ = self.output_layer(hidden, weight=weight)
-            if hasattr(self, "_scale_logits"):  # maximal update parametrization, from 0.17 on
-                logits = self._scale_logits(logits)
             return self.compute_language_model_loss(labels, logits)
 
         if targets is not None:

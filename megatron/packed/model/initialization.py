@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.packed.accelerator.compat import lasting_name
+
 _LAYER = re.compile(r"(?P<prefix>.*\bdecoder\.layers\.)(?P<number>\d+)(?P<rest>\..*)")
 # Experts as `SequentialMLP` and as TransformerEngine's grouped layers name them.
 _EXPERT = re.compile(
@@ -154,6 +156,7 @@ def global_parameter_name(name: str, layer_offset: int, first_expert: int = 0) -
         layer_offset: decoder layers held by earlier stages.
         first_expert: experts of each layer held by earlier ranks.
     """
+    name = lasting_name(name)
     match = _LAYER.fullmatch(name)
     if match is not None:
         name = f"{match['prefix']}{int(match['number']) + layer_offset}{match['rest']}"

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.packed.accelerator import Accelerator
+from megatron.packed.accelerator.compat import builder_of, made_by
 from megatron.packed.arguments import Config
 from megatron.packed.attention.core_attention import PackedCoreAttention
 from megatron.packed.errors import ConfigurationError
@@ -150,9 +151,10 @@ def _heterogeneous_layer_specs(
             for name in ("input_layernorm", "pre_mlp_layernorm"):
                 if getattr(layer, name) is not IdentityOp:
                     setattr(layer, name, norm)
-            for part in (layer.self_attention, layer.mlp):
-                if part.module is ColumnParallelLinearGathered:
-                    part.module = GatheredLinear
+            for name in ("self_attention", "mlp"):
+                part = getattr(layer, name)
+                if builder_of(part) is ColumnParallelLinearGathered:
+                    setattr(layer, name, made_by(part, GatheredLinear))
         attention = layer.self_attention.submodules
         if not isinstance(attention, SelfAttentionSubmodules):
             continue

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron.packed.accelerator.compat import made_by, submodules_of
 from megatron.packed.model.router import PackedRouter
 from megatron.packed.model.token_slots import TokenSlots
 
@@ -131,12 +132,12 @@ def use_packed_experts(layer: ModuleSpec) -> None:
     Args:
         layer: specification of a transformer layer; changed in place.
     """
-    mlp = layer.submodules.mlp
-    mlp.module = PackedMoELayer
-    mlp.submodules.router = PackedRouter
-    experts = mlp.submodules.experts.submodules
+    parts = submodules_of(layer.submodules.mlp)
+    parts.router = PackedRouter
+    experts = submodules_of(parts.experts)
     if getattr(experts, "linear_fc2", None) is RowParallelLinear:
         experts.linear_fc2 = ExpertOutputLinear
+    layer.submodules.mlp = made_by(layer.submodules.mlp, PackedMoELayer)
 
 
 def moe_layers(model: torch.nn.Module | None) -> Iterator[tuple[str, PackedMoELayer]]:

@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron.packed.accelerator.compat import predicting_layer_name
+from megatron.packed.accelerator.compat import detaches_predictions, predicting_layer_name
 from megatron.packed.loss.token import token_loss
 
 
@@ -108,7 +108,7 @@ class PackedMTPLayer(MultiTokenPredictionLayer):
             # Inputs past the end of a row may lie past the end of the table.
             places = places.clamp(max=embedding.position_embeddings.num_embeddings - 1)
         decoder_input = embedding(input_ids=input_ids[0], position_ids=places)
-        if getattr(self.config, "mtp_detach_heads", False):
+        if detaches_predictions(self.config):
             decoder_input = decoder_input.detach()
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         if not hidden_states.requires_grad:

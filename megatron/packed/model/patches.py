@@ -12,8 +12,13 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.packed.accelerator.compat import compiles_recomputation
 from megatron.packed.model.activations import bias_swiglu_impl
-from megatron.packed.model.recomputation import PlainCheckpointWithoutOutput, checkpoint
+from megatron.packed.model.recomputation import (
+    PlainCheckpointWithoutOutput,
+    checkpoint,
+    recomputed_storage,
+)
 from megatron.packed.model.rotary import apply_rotary_pos_emb
 from megatron.packed.model.uneven import gather_along_first_dim, reduce_scatter_along_first_dim
 
@@ -46,7 +51,7 @@ PATCHES = (
             "TransformerLayer recomputes its MLP by this name. Upstream's makes the bias that the "
             "MLP returns part of its own history, and the backward pass never ends."
         ),
-        versions="0.16.1",
+        versions="0.16.1, 0.19.2",
     ),
     Patch(
         module="megatron.core.tensor_parallel",
@@ -56,7 +61,7 @@ PATCHES = (
             "TransformerLayer and the experts make one by its name there, without fp8, and it then "
             "asks TransformerEngine whether fp8 is on: a NameError without that package."
         ),
-        versions="0.16.1",
+        versions="0.16.1, 0.19.2",
     ),
     Patch(
         module="megatron.core.transformer.attention",
@@ -67,7 +72,7 @@ PATCHES = (
             "from boundaries and row order; ours takes those of the batch, and passes upstream's "
             "own frequency layout on to upstream's function."
         ),
-        versions="0.16.1",
+        versions="0.16.1, 0.19.2",
     ),
     Patch(
         module="megatron.core.transformer.multi_latent_attention",
@@ -77,7 +82,7 @@ PATCHES = (
             "MLASelfAttention calls it by its module-level name, with positions derived from "
             "boundaries as in Attention."
         ),
-        versions="0.16.1",
+        versions="0.16.1, 0.19.2",
     ),
     Patch(
         module="megatron.core.transformer.multi_latent_attention",
@@ -86,9 +91,9 @@ PATCHES = (
         reason=(
             "The module takes TransformerEngine for installed whenever megatron-core's adapter can "
             "be imported, which it can without; then it asks whether a layer is an instance of "
-            "None."
+            "None. 0.19 asks for the package, to the same effect."
         ),
-        versions="0.16.1",
+        versions="0.16.1, 0.19.2",
     ),
     Patch(
         module="megatron.core.transformer.mlp",
@@ -99,7 +104,7 @@ PATCHES = (
             "On a CPU upstream's needs a compiler at run time, or takes ten passes over memory; "
             "other devices and dtypes, and FP8 storage, go on to upstream's function."
         ),
-        versions="0.16.1",
+        versions="0.16.1, 0.19.2",
     ),
     *(
         Patch(
@@ -111,12 +116,26 @@ PATCHES = (
                 "an autograd function. gloo gathers equal parts only; CUDA tensors and equal parts "
                 "go on to upstream's function."
             ),
-            versions="0.16.1",
+            versions="0.16.1, 0.19.2",
         )
         for name, replacement in (
             ("_gather_along_first_dim", gather_along_first_dim),
             ("_reduce_scatter_along_first_dim", reduce_scatter_along_first_dim),
         )
+    ),
+    *(
+        Patch(
+            module="megatron.core.tensor_parallel.random",
+            name=name,
+            replacement=recomputed_storage,
+            reason=(
+                "CheckpointWithoutOutput calls it by its name there, and it compiles an extension "
+                "in the middle of training, which needs ninja. CUDA tensors go on to it."
+            ),
+            versions="0.19.2",
+        )
+        for name in ("_get_share_storage",)
+        if compiles_recomputation()
     ),
 )
 

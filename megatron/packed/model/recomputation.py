@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from megatron.core.tensor_parallel import random as upstream
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.random import checkpoint as upstream_checkpoint
+from torch import Tensor
 from torch.nn import Parameter
+
+# Of the generation whose `compat.compiles_recomputation` it is.
+_upstream_sharing = vars(upstream).get("_get_share_storage")
 
 
 class PlainCheckpointWithoutOutput(CheckpointWithoutOutput):
@@ -43,3 +49,24 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
 
 def _not_itself(x: Any) -> Any:
     return x.view_as(x) if isinstance(x, Parameter) else x
+
+
+def recomputed_storage() -> Callable[[Tensor, Tensor], None]:
+    """How a recomputed output takes the place of the dropped one; stands in for megatron-core's.
+
+    Returns:
+        A function of the dropped output and the recomputed one. On a CPU it copies values, as
+        0.16 does everywhere.
+    """
+
+    def share(dropped: Tensor, recomputed: Tensor) -> None:
+        if dropped.is_cuda:
+            assert _upstream_sharing is not None
+            _upstream_sharing()(dropped, recomputed)
+            return
+        with torch.no_grad():
+            storage, source = dropped.untyped_storage(), recomputed.untyped_storage()
+            storage.resize_(source.size())
+            storage.copy_(source)
+
+    return share

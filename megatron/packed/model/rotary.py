@@ -186,6 +186,7 @@ def apply_rotary_pos_emb(
     cu_seqlens: Tensor | None = None,
     mscale: float = 1.0,
     cp_group=None,
+    mla_rotary_interleaved: bool | None = None,
 ) -> Tensor:
     """Rotate queries or keys; takes the place of megatron-core's function of this name.
 
@@ -200,13 +201,18 @@ def apply_rotary_pos_emb(
         cu_seqlens: Not needed here: every token has its own position.
         mscale: Factor of cosines and sines (YaRN's concentration).
         cp_group: Not needed here.
+        mla_rotary_interleaved: Whether the caller is latent attention, from megatron-core 0.17 on;
+            None where it doesn't say, and the configuration does.
 
     Returns:
         Rotated tensor like ``t``, contiguous; channels from ``r`` on are passed through.
     """
     if freqs.dim() != 4 or freqs.shape[2] != 2:
+        said: dict[str, Any] = {}
+        if mla_rotary_interleaved is not None:
+            said["mla_rotary_interleaved"] = mla_rotary_interleaved
         return upstream_apply_rotary_pos_emb(
-            t, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=cp_group
+            t, freqs, config, cu_seqlens=cu_seqlens, mscale=mscale, cp_group=cp_group, **said
         )
     rows = 1 if t.dim() == 3 else t.shape[1]
     fits = t.shape[0] == freqs.shape[0] and freqs.shape[1] in (1, rows)
@@ -217,8 +223,10 @@ def apply_rotary_pos_emb(
         )
     if mscale != 1.0:
         freqs = freqs * mscale
-    interleaved = config.rotary_interleaved or config.multi_latent_attention
-    return _Rotate.apply(t, freqs, interleaved)
+    latent = mla_rotary_interleaved
+    if latent is None:
+        latent = config.multi_latent_attention
+    return _Rotate.apply(t, freqs, config.rotary_interleaved or latent)
 
 
 class _Rotate(torch.autograd.Function):

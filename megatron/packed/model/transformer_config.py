@@ -13,6 +13,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron.packed.accelerator.compat import dispatcher_settings
 from megatron.packed.arguments import Config
 from megatron.packed.arguments.stages import virtual_size
 from megatron.packed.model.activations import quick_gelu, squared_relu
@@ -155,8 +156,6 @@ def _experts(config: Config) -> dict[str, Any]:
         "moe_token_dispatcher_type",
         "moe_flex_dispatcher_backend",
         "moe_enable_deepep",
-        "moe_deepep_num_sms",
-        "moe_hybridep_num_sms",
         "moe_permute_fusion",
         "moe_token_drop_policy",
         "moe_layer_recompute",
@@ -164,6 +163,10 @@ def _experts(config: Config) -> dict[str, Any]:
     )
     return {
         **{name: getattr(moe, name) for name in same_name},
+        **dispatcher_settings(
+            moe.moe_flex_dispatcher_backend,
+            {"deepep": moe.moe_deepep_num_sms, "hybridep": moe.moe_hybridep_num_sms},
+        ),
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [int(each) for each in moe.expert_layers(config.model.num_layers)],
         "moe_router_load_balancing_type": _one_or_list(moe.moe_router_load_balancing_type),

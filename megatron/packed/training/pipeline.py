@@ -159,6 +159,11 @@ def _process_groups() -> ProcessGroupCollection:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
+    # From 0.19 on, finalize_model_grads takes the group of experts' biases from here, too.
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    groups.dp = parallel_state.get_data_parallel_group(
+        with_context_parallel=False, partial_data_parallel=False
+    )
     return groups
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 
 import pytest
+import torch
 
 from megatron.packed.model import patches
+from megatron.packed.model.recomputation import recomputed_storage
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +34,13 @@ def test_a_name_that_is_gone_is_reported(monkeypatch):
     monkeypatch.delattr(importlib.import_module(patch.module), patch.name)
     with pytest.raises(ImportError, match=f"{patch.module} has no {patch.name}"):
         patches.install()
+
+
+def test_a_recomputed_output_is_seen_by_all_views_of_the_dropped_one():
+    dropped = torch.arange(6.0).view(2, 3)
+    view, recomputed = dropped[1], torch.arange(6.0, 12.0).view(2, 3)
+    version = dropped._version
+    dropped.untyped_storage().resize_(0)
+    recomputed_storage()(dropped, recomputed)
+    assert view.tolist() == [9, 10, 11] and torch.equal(dropped, recomputed)
+    assert dropped._version == version  # autograd has saved it: a change would be an error

@@ -144,6 +144,9 @@ def test_names() -> None:
     assert global_parameter_name("decoder.final_layernorm.weight", 20) == (
         "decoder.final_layernorm.weight"
     )
+    assert global_parameter_name("mtp.layers.0.mtp_model_layer.mlp.w", 20) == (
+        "mtp.layers.0.transformer_layer.mlp.w"
+    )
     assert global_parameter_name("embedding.word_embeddings.weight", 3) == (
         "embedding.word_embeddings.weight"
     )
