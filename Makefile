@@ -3,6 +3,8 @@
 #   make demo        corpus, tokenizer, preprocessing, training on 2 CPU processes, loss curve
 #   make test        the test suite
 #   make faults      the fault suite: what runs survive, as a table
+#   make parity      every layout against one document at a time; docs/parity.md
+#   make mutants     faults put into the product, and the tests that notice; docs/mutants.md
 #   make lint        ruff and mypy
 #   make docs        docs/flags.md, from the flags' declarations
 #   make bench-step  training steps side by side; bench-memory, bench-packing likewise
@@ -22,7 +24,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 comma := ,
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full faults lint docs bench-step bench-memory bench-packing bench-loss asan clean
+.PHONY: demo test test-full faults parity mutants lint docs bench-step bench-memory bench-packing bench-loss asan clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -66,6 +68,12 @@ test-full: $(INSTALLED)
 # Kills, signals, damaged files, full disks, bad values; prints a table of what was survived.
 faults: $(INSTALLED)
 	$(BIN)/python -m pytest tests/faults
+
+parity: $(INSTALLED)
+	$(BIN)/python -m tests.functional.parity
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.functional.mutant_checks
 
 lint: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) ruff mypy types-PyYAML

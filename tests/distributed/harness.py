@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import WorkerPools
+from tests.distributed.pool import DEFAULT_TIMEOUT, WorkerPools
 
 Weights = dict[str, torch.Tensor]
 
@@ -92,6 +92,8 @@ def run(
     prepare: Callable[[Any], None] | None = None,
     inspect: Callable[[Any], Any] | None = None,
     replace: Mapping[str, Callable[..., Any]] | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    train_function: Callable[..., RankResult] | None = None,
 ) -> RankResult:
     """Train in `world_size` processes and join what the ranks bring back.
 
@@ -104,13 +106,16 @@ def run(
         prepare: module-level function, called with the Trainer before it trains.
         inspect: module-level function, called with the Trainer after it has trained.
         replace: module-level functions that stand in for those of these dotted names.
+        timeout: seconds until the run counts as hanging.
+        train_function: module-level function to run in place of `train`.
 
     Returns:
         Rank 0's result with whole parameters, and a list over ranks as `extra`.
     """
     results = pools(world_size).run(
-        train,
+        train_function or train,
         flags,
+        timeout=timeout,
         rows=rows,
         valid_rows=valid_rows,
         prepare=prepare,
