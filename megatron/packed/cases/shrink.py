@@ -31,6 +31,7 @@ HEADS = 4
 ROW = 64
 VOCABULARY = 512
 LEARNING_RATE = 5e-3
+RARELY = 10**9
 
 # At most these; a smaller value stays.
 _LIMITS: Mapping[str, int] = {
@@ -107,6 +108,10 @@ def shrink(case: Case) -> SmallRun:
     _set_parallel_sizes(args, sizes, notes)
     _set_batches(args, case.args, sizes)
     _set_schedule(args)
+    if "--error-injection-rate" in args:
+        # Once in so many checks: three steps have too many for a rate of long runs.
+        args["--error-injection-rate"] = RARELY
+        notes.append("--error-injection-rate is lowered, an injected error would end the steps")
     args["--log-interval"] = 1
     args["--eval-iters"] = min(size(args, "--eval-iters", 1), 1)
     return SmallRun(case, args, sizes.processes, tuple(notes))

@@ -137,6 +137,13 @@ def test_half_precision_starts_at_a_scale_that_does_not_overflow_for_three_steps
     assert "--initial-loss-scale" not in small(fp16=True, loss_scale=512).args
 
 
+def test_injected_errors_stay_rare_in_a_short_run() -> None:
+    run = small(error_injection_rate=100, error_injection_type="persistent_error")
+    assert run.args["--error-injection-rate"] > 10**6
+    assert run.args["--error-injection-type"] == "persistent_error"
+    assert "--error-injection-rate is lowered" in run.notes[0]
+
+
 # ---- parallel sizes ----------------------------------------------------------------------------
 
 
