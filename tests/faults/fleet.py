@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from typing import Any
 from tests.distributed.pool import FIXED_ENVIRONMENT, start_fork_server
 
 TIMEOUT = 240.0
+_STORES: dict[str, Any] = {}
 Hook = Callable[[Any], None]
 
 COMMON = (
@@ -87,12 +87,12 @@ class Fleet:
         start_fork_server()
         self.folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
-        store = tempfile.mktemp(prefix="store-", dir=self.folder)
+        port = self._store().port
         for rank in range(self.world_size):
             request = _Request(
                 rank,
                 self.world_size,
-                store,
+                port,
                 self.flags,
                 self.folder,
                 self.prepare,
@@ -103,6 +103,16 @@ class Fleet:
             process.start()
             self.processes.append(process)
         return self
+
+    def _store(self) -> Any:
+        """Where ranks meet: like a launcher's, the same one after a restart."""
+        from torch.distributed import TCPStore
+
+        if not self.restarts or str(self.folder) not in _STORES:
+            _STORES[str(self.folder)] = TCPStore(
+                "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
+            )
+        return _STORES[str(self.folder)]
 
     def wait_for(self, iteration: int) -> bool:
         """Wait until rank 0 has finished an iteration; False if the run ended before."""
@@ -200,7 +210,7 @@ def assert_same_run(resumed: Fleet, reference: Fleet) -> int:
 class _Request:
     rank: int
     world_size: int
-    store: str
+    port: int
     flags: str
     folder: Path
     prepare: Hook | None
@@ -222,6 +232,9 @@ def _main(request: _Request) -> None:
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(request.world_size),
         LOCAL_WORLD_SIZE=str(request.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(request.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT=str(request.restarts),
     )
     from megatron.packed.cli import user_errors
@@ -234,24 +247,15 @@ def _main(request: _Request) -> None:
 
 def _train(request: _Request) -> None:
     """What pretrain_gpt.py does, with every step written down."""
-    from datetime import timedelta
     from unittest import mock
 
     import torch
-    import torch.distributed as dist
 
     from megatron.packed.arguments import config_from_flags
     from megatron.packed.training import environment, setup
     from megatron.packed.training.signals import watch_of
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(request.store, request.world_size),
-        rank=request.rank,
-        world_size=request.world_size,
-        timeout=timedelta(seconds=TIMEOUT),
-    )
     config = config_from_flags(request.flags, os.environ)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(setup, "measure_gemm_peak", lambda *a, **k: 1e9))

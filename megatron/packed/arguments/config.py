@@ -214,7 +214,9 @@ def spec_of(dest: str) -> FlagSpec:
         raise ConfigurationError(f"no config field is called {dest!r}") from None
 
 
-def build_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
+def build_config(
+    values: Mapping[str, Any], sources: Mapping[str, str], *, complete: bool = True
+) -> Config:
     """Build a config from flat values; fields not among them take their defaults.
 
     Whatever reads settings (the command line, a file, a checkpoint) ends here.
@@ -222,6 +224,8 @@ def build_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> Confi
     Args:
         values: Values by field name, of the fields' own types.
         sources: Where each came from, by field name.
+        complete: Refuse to build while required ones are missing; else they are None, for a
+            checkpoint to fill in.
 
     Raises:
         ConfigurationError: A field is unknown, or required ones are missing: all are listed.
@@ -230,16 +234,19 @@ def build_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> Confi
     for dest, value in values.items():
         groups[spec_of(dest).group][dest] = value
     missing = [
-        spec.name
+        spec
         for spec in all_specs().values()
         if spec.required
         and values.get(spec.dest) is None
         and (spec.instead is None or values.get(spec.instead) is None)
     ]
-    if missing:
+    if missing and not complete:
+        for spec in missing:
+            groups[spec.group][spec.dest] = None
+    elif missing:
+        names = ", ".join(spec.name for spec in missing)
         raise ConfigurationError(
-            f"missing: {', '.join(missing)}; a run needs {'them' if missing[1:] else 'it'}, "
-            "there is no default"
+            f"missing: {names}; a run needs {'them' if missing[1:] else 'it'}, there is no default"
         )
     built = {name: cls(**groups[name]) for name, cls in config_groups().items()}
     return Config(**built, given=dict(values), sources=dict(sources))

@@ -59,7 +59,7 @@ def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Config:
         values[dest] = value
         sources[dest] = ENVIRONMENT
     try:
-        return build_config(values, sources)
+        return build_config(values, sources, complete=not values.get("use_checkpoint_args", False))
     except ConfigurationError as error:
         raise CommandLineError(f"{error} (--help lists every flag)") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import os
 import random
 import sys
 import warnings
@@ -88,6 +89,25 @@ def _enable_determinism(accelerator: Accelerator) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def _store(config: Config, timeout: timedelta) -> torch.distributed.Store | None:
+    """Where ranks meet; None for what the launcher's variables say.
+
+    torchrun keeps its store when it starts ranks again, and newer torch looks for the addresses of
+    its peers where those of the start before still are. So each start has names of its own.
+    """
+    parallel = config.parallel
+    if parallel.world_size == 1:
+        return torch.distributed.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    meeting = torch.distributed.rendezvous(
+        "env://", parallel.rank, parallel.world_size, timeout=timeout
+    )
+    store = next(iter(meeting))[0]
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return torch.distributed.PrefixStore(f"start_{start}", store)
+
+
 def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None:
     from megatron.core import parallel_state
 
@@ -105,7 +125,7 @@ def _initialize_process_groups(config: Config, accelerator: Accelerator) -> None
             world_size=parallel.world_size,
             rank=parallel.rank,
             timeout=timeout,
-            **({"store": torch.distributed.HashStore()} if parallel.world_size == 1 else {}),
+            store=_store(config, timeout),
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -211,7 +231,9 @@ def start(config: Config) -> Environment:
         _enable_determinism(accelerator)
     try:
         _initialize_process_groups(config, accelerator)
-    except (ValueError, torch.distributed.DistError) as error:
+    except ConfigurationError:
+        raise
+    except (ValueError, RuntimeError) as error:
         raise ConfigurationError(
             f"torch.distributed: {error}; start the program with torchrun, which sets RANK, "
             "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
