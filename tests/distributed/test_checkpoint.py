@@ -173,3 +173,40 @@ def test_recurrent_layers_go_on_under_another_layout(train: Train, tmp_path: Pat
     result = train(2, flags)
     assert result.losses == pytest.approx(whole.losses[STOP:], rel=2e-6)
     assert relative_l2(result.final_weights, whole.final_weights) < 1e-5
+
+
+DEEP = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+ALL_EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-router-dtype fp32 "
+    "--moe-token-dispatcher-type alltoall"
+)
+DEPTHS = "--mtp-num-layers 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "layout", "model", "other_size", "other"),
+    [
+        (2, "--expert-model-parallel-size 2", ALL_EXPERTS, 1, ""),
+        (1, "", ALL_EXPERTS, 2, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
+        (2, DEEP, "", 1, "--num-layers 4"),
+        (1, "", DEPTHS, 2, "--tensor-model-parallel-size 2"),
+        (2, "--pipeline-model-parallel-size 2", DEPTHS, 1, ""),
+    ],
+    ids=["ep2-one", "one-ep2", "vpp2-one", "mtp-one-tp2", "mtp-pp2-one"],
+)
+def test_experts_virtual_stages_and_depths_go_on(
+    world_size: int,
+    layout: str,
+    model: str,
+    other_size: int,
+    other: str,
+    train: Train,
+    tmp_path: Path,
+) -> None:
+    """Bit by bit under the same layout, and within rounding under another."""
+    whole, first, second = stop_and_go_on(train, tmp_path, world_size, f"{model} {layout}")
+    check_exact(whole, first, second)
+    result = train(other_size, f"{model} {other} --load {tmp_path}")
+    assert result.losses == pytest.approx(whole.losses[STOP:], rel=2e-6)
+    assert relative_l2(result.final_weights, whole.final_weights) < 1e-5
