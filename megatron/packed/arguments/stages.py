@@ -91,6 +91,18 @@ def virtual_size(config: Config) -> int | None:
     return count if count > 1 else None
 
 
+def known_stages(config: Config) -> Stages | None:
+    """The layout, or None where a rule of its own says why there is none.
+
+    Args:
+        config: flags as asked for.
+    """
+    try:
+        return stages_of(config)
+    except LayoutError:
+        return None
+
+
 def micro_batch_problems(config: Config, stages: Stages, count: int, flag: str) -> Iterator[str]:
     """What is wrong with a number of micro-batches a step, if anything.
 

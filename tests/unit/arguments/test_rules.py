@@ -422,6 +422,13 @@ BROKEN = [
         "--step-batch-size-schedule 0:6: 6 samples must be a multiple of --micro-batch-size 2 x 2",
         2,
     ),
+    (
+        "sizes_of_batches",
+        "--step-batch-size-schedule '0:2 1K:8' --pipeline-model-parallel-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--step-batch-size-schedule 0:2 1K:8: gives 1 micro-batches a step, and virtual stages",
+        2,
+    ),
     ("sizes_of_batches", "--step-batch-size-schedule 4", "'4': must be tokens:samples", 1),
     (
         "sizes_of_batches",

@@ -7,18 +7,10 @@ from collections.abc import Iterator
 from megatron.packed.arguments.config import Config
 from megatron.packed.arguments.stages import (
     LayoutError,
-    Stages,
+    known_stages,
     micro_batch_problems,
     stages_of,
 )
-
-
-def _stages(config: Config) -> Stages | None:
-    """The layout, or None where `layout` below says why there is none."""
-    try:
-        return stages_of(config)
-    except LayoutError:
-        return None
 
 
 def layout(config: Config) -> Iterator[str]:
@@ -29,7 +21,7 @@ def layout(config: Config) -> Iterator[str]:
 
 
 def interleaving(config: Config) -> Iterator[str]:
-    stages = _stages(config)
+    stages = known_stages(config)
     if stages is None:
         return
     pipeline = config.pipeline
@@ -66,13 +58,13 @@ def micro_batches(config: Config) -> Iterator[str]:
     step = training.micro_batch_size * config.parallel.data_parallel_size
     if step and training.global_batch_size % step == 0:
         count = training.global_batch_size // step
-        stages = _stages(config)
+        stages = known_stages(config)
         if stages is not None:
             yield from micro_batch_problems(config, stages, count, "--global-batch-size")
 
 
 def evaluation_micro_batches(config: Config) -> Iterator[str]:
-    evaluation, training, stages = config.evaluation, config.training, _stages(config)
+    evaluation, training, stages = config.evaluation, config.training, known_stages(config)
     size, micro = evaluation.eval_global_batch_size, evaluation.eval_micro_batch_size
     step = micro * config.parallel.data_parallel_size
     if stages is None or not evaluation.eval_iters or not step or size % step:

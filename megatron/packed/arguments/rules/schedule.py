@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.packed.arguments.batch_sizes import BatchSizes, batch_sizes
 from megatron.packed.arguments.config import Config
+from megatron.packed.arguments.stages import known_stages, micro_batch_problems
 from megatron.packed.errors import ConfigurationError
 
 IN_SAMPLES = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
@@ -63,6 +64,15 @@ def sizes_of_batches(config: Config) -> Iterator[str]:
             f"{config.training.micro_batch_size} x {config.parallel.data_parallel_size} "
             f"data-parallel replicas = {step}"
         )
+        return
+    stages = known_stages(config)
+    if stages is None or not step:
+        return
+    for size in sizes.sizes[:-1]:  # the last is --global-batch-size's, which has its own rule
+        problems = list(micro_batch_problems(config, stages, size // step, f"{flag} {value}"))
+        if problems:
+            yield problems[0]
+            return
 
 
 def _warmup_in_samples(config: Config, samples: int) -> Iterator[str]:
