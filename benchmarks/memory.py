@@ -41,7 +41,8 @@ def measure(tokens: int, segments: int) -> tuple[int, float]:
     from megatron.packed.data.tokenizers import build_tokenizer
     from megatron.packed.training import environment as environments
     from megatron.packed.training import setup
-    from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
+    from megatron.packed.training.batches import BatchSource, MicroBatchIterator
+    from megatron.packed.training.collation import build_collator
 
     config = config_from_flags(f"{FLAGS} --seq-length {tokens}")
     environment = environments.start(config)

@@ -241,7 +241,8 @@ def padded_documents(corpus: Corpus, tokenizer: Any) -> Iterator[list[dict[str, 
 
 def padded_rows(corpus: Corpus, environment: Any) -> Callable[[], tuple[int, int]]:
     """Our BSHD path: one document a row, padded to the sequence length."""
-    from megatron.packed.training.batches import BatchSource, MicroBatchIterator, build_collator
+    from megatron.packed.training.batches import BatchSource, MicroBatchIterator
+    from megatron.packed.training.collation import build_collator
 
     config = corpus.config(f"--micro-batch-size {ROWS_PER_PADDED_BATCH}")
     train_step, tokenizer = _build_step(config, environment)

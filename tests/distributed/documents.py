@@ -86,7 +86,7 @@ def run_pack(
 ) -> DocumentResult:
     """Run one pack of samples through the same model in fp64, with a given segment alignment."""
     from megatron.packed.packing import Alignment
-    from megatron.packed.training.batches import PackingCollator
+    from megatron.packed.training.collation import PackingCollator
 
     model, _ = build_model(flags, double=True)
     alignment = Alignment(segment=segment_alignment)

@@ -21,12 +21,8 @@ from megatron.packed.errors import ConfigurationError
 from megatron.packed.model.attention_engine import magi_engine
 from megatron.packed.packing import DocumentPack, DocumentPacker
 from megatron.packed.packing.sequence import PackSequence
-from megatron.packed.training.batches import (
-    BatchSource,
-    Collator,
-    MicroBatchIterator,
-    build_collator,
-)
+from megatron.packed.training.batches import BatchSource, MicroBatchIterator
+from megatron.packed.training.collation import Collator, build_collator
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.packs import (
     PackReader,

@@ -22,8 +22,8 @@ from megatron.packed.arguments import Config
 from megatron.packed.arguments.batch_sizes import batch_sizes
 from megatron.packed.arguments.stages import stages_of
 from megatron.packed.model.builder import sum_over_parameters
-from megatron.packed.training.batches import pack_alignment, pack_capacity
 from megatron.packed.training.checkpointing import CheckpointSaver
+from megatron.packed.training.collation import pack_alignment, pack_capacity
 from megatron.packed.training.environment import Environment, print_rank_0
 from megatron.packed.training.evaluation import evaluate
 from megatron.packed.training.garbage import GarbageCollection

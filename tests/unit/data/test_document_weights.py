@@ -13,7 +13,7 @@ from megatron.packed.data.builders import SampleCounts, build_datasets
 from megatron.packed.data.document_weights import weights_path
 from megatron.packed.data.tokenizers import ByteTokenizer
 from megatron.packed.errors import DataError
-from megatron.packed.training.batches import build_collator
+from megatron.packed.training.collation import build_collator
 
 from .helpers import numbered_documents, write_corpus
 from .test_tools import preprocess, write_lines

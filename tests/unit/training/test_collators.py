@@ -19,7 +19,7 @@ from megatron.packed.data.row_dataset import RowDataset
 from megatron.packed.data.tokenizers import NullTokenizer
 from megatron.packed.errors import ConfigurationError, DataError
 from megatron.packed.packing import Alignment, DocumentPack, PackedBatch
-from megatron.packed.training.batches import PackingCollator, build_collator, pack_capacity
+from megatron.packed.training.collation import PackingCollator, build_collator, pack_capacity
 from megatron.packed.training.packs import DocumentCollator
 
 from .flags import MINIMAL, config
