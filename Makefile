@@ -5,6 +5,7 @@
 #   make faults      the fault suite: what runs survive, as a table
 #   make parity      every layout against one document at a time; docs/parity.md
 #   make mutants     faults put into the product, and the tests that notice; docs/mutants.md
+#   make functional  whole runs against golden values, through torchrun
 #   make lint        ruff and mypy
 #   make docs        docs/flags.md, from the flags' declarations
 #   make bench-step  training steps side by side; bench-memory, bench-packing likewise
@@ -24,7 +25,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 comma := ,
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full faults parity mutants lint docs bench-step bench-memory bench-packing bench-loss asan clean
+.PHONY: demo test test-full faults parity mutants functional lint docs bench-step bench-memory bench-packing bench-loss asan clean
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
@@ -74,6 +75,9 @@ parity: $(INSTALLED)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.functional.mutant_checks
+
+functional: $(INSTALLED)
+	$(BIN)/python -m tests.functional.run --jobs 2
 
 lint: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) ruff mypy types-PyYAML

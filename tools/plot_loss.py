@@ -5,36 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron.packed.cases.curves import read_scalar
 from megatron.packed.cli import user_errors
-from megatron.packed.errors import DataError
-
-
-def read_scalar(folder: Path, name: str) -> tuple[list[int], list[float]]:
-    """Read one scalar of a TensorBoard folder.
-
-    Args:
-        folder: where the event files are.
-        name: the scalar's tag.
-
-    Returns:
-        Steps and values; empty if the tag doesn't occur.
-
-    Raises:
-        DataError: the folder holds no event file.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    if not any(folder.glob("events.out.tfevents.*")):
-        raise DataError(
-            f"--tensorboard-dir {folder}: holds no TensorBoard events; train with "
-            "--tensorboard-dir first"
-        )
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    if name not in events.Tags()["scalars"]:
-        return [], []
-    entries = events.Scalars(name)
-    return [entry.step for entry in entries], [entry.value for entry in entries]
 
 
 def plot(folder: Path, output: Path) -> None:
