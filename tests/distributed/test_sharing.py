@@ -69,8 +69,8 @@ def _tamper(trainer: Any) -> None:
     source, count = trainer.splits.train.source, 0
 
     class Tampered:
-        loader, environment = source.loader, source.environment
-        block_diagonal = source.block_diagonal
+        def __getattr__(self, name: str) -> Any:
+            return getattr(source, name)
 
         def read(self) -> Any:
             nonlocal count
