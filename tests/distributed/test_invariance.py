@@ -164,13 +164,13 @@ def test_padding_every_segment(
 
 def _train_with_padded_segments(flags: str) -> RankResult:
     from megatron.packed.packing import Alignment
-    from megatron.packed.training import batches, loop
+    from megatron.packed.training import collation, loop
 
     def every_segment(config: object) -> Alignment:
         return Alignment(segment=8)
 
     with (
-        mock.patch.object(batches, "pack_alignment", every_segment),
+        mock.patch.object(collation, "pack_alignment", every_segment),
         mock.patch.object(loop, "pack_alignment", every_segment),
     ):
         return harness.train(flags)

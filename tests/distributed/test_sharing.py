@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron.packed.data.bshd import BshdCollator
 from megatron.packed.errors import DataError, TrainingError
 from megatron.packed.packing import Alignment
-from megatron.packed.training.batches import BshdCollator
 from megatron.packed.training.collation import PackingCollator
 from megatron.packed.training.sharing import next_shared
 from tests.distributed.harness import run, sample
