@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from tests.distributed.pool import WorkerPools
+from tests.functional.mutants import MutatedPools
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT = 900.0
@@ -46,7 +47,7 @@ def through_torchrun(
         raise RuntimeError(f"exit code {result.returncode}: {said[0]}")
 
 
-def in_pool(pools: WorkerPools) -> Launch:
+def in_pool(pools: WorkerPools | MutatedPools) -> Launch:
     """In ranks that have imported everything already."""
 
     def launch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron.packed.cases.curves import golden_text, read_golden
 from tests.distributed.pool import WorkerPools
 from tests.functional.case_files import FunctionalCase, find_cases, make_corpus
 from tests.functional.launching import in_pool
+from tests.functional.mutants import MutatedPools
 from tests.functional.run import (
     CaseFailed,
     CaseResult,
@@ -45,6 +47,29 @@ def runner(functional_pools: WorkerPools, tmp_path_factory: pytest.TempPathFacto
 def test_golden_values(case: FunctionalCase, runner: Runner) -> None:
     result = runner(case)
     assert result.status == "ok", result.message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("mutant", "name", "message"),
+    [
+        ("label-at-the-end", "gpt3/packed", "at step 1, golden is"),
+        ("dkv-lost", "llama/cp2_ring", "grad-norm: |lm loss: "),
+        ("sample-repeated", "gpt3/packed_ckpt_resume", "after the restart other values"),
+    ],
+)
+def test_faults_are_noticed(mutant: str, name: str, message: str, tmp_path: Path) -> None:
+    own = WorkerPools()
+    try:
+        launch = in_pool(MutatedPools(own, mutant))
+        result = Runner(launch, tmp_path, make_corpus(tmp_path / "corpus"))(
+            find_cases(only=name)[0]
+        )
+    finally:
+        own.close()
+    assert result.status == "failed"
+    assert re.search(message, result.message), result.message
 
 
 def test_cases_cover_what_they_should() -> None:
