@@ -49,7 +49,8 @@ class Environment:
         return self.rank == 0
 
 
-QUIET_LIBRARIES = ("megatron.core", "torch.distributed")
+# megatron-core 0.19 imports the last, which tells of a CUDA toolkit on a machine without a GPU.
+QUIET_LIBRARIES = ("megatron.core", "torch.distributed", "torch.utils.cpp_extension")
 
 
 def quiet_libraries(rank: int) -> None:
