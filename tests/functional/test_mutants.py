@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.pool import WorkerPools
-from tests.functional.mutant_checks import CHECKS, catch
+from tests.functional.mutant_checks import CHECKS, REPOSITORY, catch
 from tests.functional.mutants import MUTANTS
 
 OFTEN = ("next-document", "positions-go-on", "padding-attended", "dkv-lost")
@@ -28,3 +28,10 @@ def test_checks_pass_on_the_product(test: str, functional_pools: WorkerPools) ->
     next(check for check in CHECKS.values() if check.test == test).run(
         functional_pools, functional_pools
     )
+
+
+def test_checks_are_named_after_tests_that_exist() -> None:
+    for check in CHECKS.values():
+        path, test = check.test.split("::")
+        source = (REPOSITORY / path).read_text(encoding="utf-8")
+        assert f"def {test.split('[')[0]}(" in source, check.test
