@@ -240,4 +240,12 @@ def helper_settings(config: Config, cp_rank: int | None = None) -> HelperSetting
         chunk_size=parallel.magi_attn_chunk_size,
         alignment_mode=config.packing.packing_alignment,
         layer_windows=config.attention.layer_windows(config.model.num_layers),
+        quantisation=_quantisation(config),
     )
+
+
+def _quantisation(config: Config) -> str | None:
+    """What `--fp8-format` and `--fp8-recipe` ask of the number of tokens."""
+    if config.get("fp8") is None:
+        return None
+    return "mxfp8" if config.get("fp8_recipe") == "mxfp8" else "fp8"

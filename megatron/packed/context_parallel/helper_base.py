@@ -44,6 +44,8 @@ class HelperSettings:
         alignment_mode: `--packing-alignment`.
         layer_windows: sliding window of every layer, or of all of them; None for a layer that
             sees everything.
+        quantisation: of matrix products, which then take tokens in multiples: None, "fp8" or
+            "mxfp8".
     """
 
     selection: Selection
@@ -55,6 +57,7 @@ class HelperSettings:
     chunk_size: int | None = None
     alignment_mode: str = "default"
     layer_windows: tuple[int | None, ...] = (None,)
+    quantisation: str | None = None
 
     @property
     def attention_kinds(self) -> tuple[PlanKey, ...]:
@@ -75,6 +78,7 @@ class HelperSettings:
             cp_size=self.cp_size,
             tp_size=self.tp_size,
             sequence_parallel=self.sequence_parallel,
+            quantisation=self.quantisation,
             mode=self.alignment_mode,
             chunk_size=chunks or 1,
         )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.packed.arguments import config_from_flags
 from megatron.packed.attention.plans import PLAN_KINDS, default_partition
 from megatron.packed.attention.simulation import simulate_attention
 from megatron.packed.context_parallel import (
@@ -309,3 +310,19 @@ def test_the_table_is_true_and_in_the_documentation():
         assert set(able.communications) <= set(COMMUNICATIONS)
     text = DOCS.read_text()
     assert capability_table() in text, "docs/context_parallel.md is out of date"
+
+
+@pytest.mark.parametrize(
+    ("flags", "multiple"),
+    [("", 1), ("--fp8-format hybrid", 16), ("--fp8-format e4m3 --fp8-recipe mxfp8", 32)],
+)
+def test_quantised_products_get_tokens_in_multiples(flags: str, multiple: int) -> None:
+    common = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 2 --bf16 "
+        "--train-iters 4 --lr 1e-3 --seq-length 128 --tokenizer-type NullTokenizer "
+        "--vocab-size 100 --mock-data --attention-dropout 0 --use-packed-sequence "
+        "--context-parallel-size 2 --cp-comm-type striped --tensor-model-parallel-size 2 "
+        "--sequence-parallel"
+    )
+    config = config_from_flags(f"{common} {flags}", {"WORLD_SIZE": "4"}, accelerator="cuda")
+    assert helper_settings(config).alignment.pack_multiple == 4 * multiple
