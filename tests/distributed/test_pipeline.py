@@ -82,7 +82,7 @@ def no_capacity(config: Any, alignment: Any) -> None:
 
 ANY_LENGTH = {
     f"megatron.packed.training.{module}.pack_capacity": no_capacity
-    for module in ("batches", "loop")
+    for module in ("collation", "loop")
 }
 
 

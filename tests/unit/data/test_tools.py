@@ -252,6 +252,8 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(tmp_path: Path, sent
         ],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        # A suite that a shell started in the background ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".out*")):  # the first chunk is being written
