@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,19 @@ def _fixed_seeds() -> None:
     if torch := sys.modules.get("torch"):
         torch.manual_seed(SEED)
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers_are_left_alone() -> Iterator[None]:
+    """Fail a test that leaves a signal handler behind.
+
+    Processes forked later inherit it: a suite once never ended, since a worker that saw a handler
+    for SIGTERM ignored SIGTERM.
+    """
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(each) for each in watched]
+    yield
+    assert [signal.getsignal(each) for each in watched] == before
 
 
 @pytest.fixture

@@ -351,11 +351,13 @@ def main(arguments: list[str] | None = None) -> None:
     """
     options = parse_arguments(arguments)
     # Turn SIGTERM into an exception, so that temporary files go whichever way the run ends.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         preprocess(options)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ from megatron.packed.errors import (
     DataError,
     TrainingError,
 )
+from megatron.packed.processes import end_workers
 
 # Seconds that other ranks leave to rank 0 to say what it has found, too. A launcher ends all
 # processes once one has failed, so a rank that leaves at once would take the message with it.
@@ -40,7 +40,6 @@ def user_errors() -> Iterator[None]:
     """
     try:
         yield
-        _end_workers()
     except (ConfigurationError, DataError) as error:
         usage = isinstance(error, (CommandLineError, ConfigFileError))
         _leave(f"error: {error}", EXIT_USAGE if usage else EXIT_FAILURE)
@@ -48,17 +47,11 @@ def user_errors() -> Iterator[None]:
         _leave(f"error: {error}", error.exit_code)
 
 
-def _end_workers() -> None:
-    """End data-loader workers, which hold on to the output for seconds, and ignore signals."""
-    for loader in multiprocessing.active_children():
-        loader.kill()
-
-
 def _leave(message: str, code: int) -> None:
     if not _is_first_rank():
         time.sleep(_RANK_0_FIRST)
     print(message, file=sys.stderr, flush=True)
     sys.stdout.flush()
-    _end_workers()
+    end_workers()
     # Not sys.exit: process groups of a failed run would be torn down with warnings and waits.
     os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron.packed.errors import DataError
+from megatron.packed.processes import end_workers
 
 Batch = TypeVar("Batch")
 Collate = Callable[[list[dict[str, Any]]], Batch]
@@ -79,6 +81,9 @@ class BatchIterator(Iterator[Batch]):
     """
 
     def __init__(self, loader: DataLoader) -> None:
+        # Registered after multiprocessing's own handler, so run before it. Once is enough.
+        atexit.unregister(end_workers)
+        atexit.register(end_workers)
         self._batches = iter(loader)
 
     def __next__(self) -> Batch:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import numpy
@@ -75,3 +77,25 @@ def test_a_data_error_in_collate_arrives_too():
     )
     with pytest.raises(DataError, match="^can't collate$"):
         next(build_loader(Numbers(4), sampler, refuse))
+
+
+# What a program does that handles SIGTERM and dies of an error nobody expected, which holds on to
+# its batches.
+_DIES_WITH_A_WORKER = """
+import signal, sys
+from megatron.packed.data.loader import build_loader
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+batches = build_loader([{}] * 100, [[i] for i in range(100)], list, num_workers=2)
+next(batches)
+raise RuntimeError("unexpected")
+"""
+
+
+def test_a_program_that_dies_takes_its_workers_along():
+    """Workers that ignore SIGTERM aren't waited for: the launcher must see the exit at once."""
+    run = subprocess.run(
+        [sys.executable, "-c", _DIES_WITH_A_WORKER], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1
+    assert run.stderr.endswith("RuntimeError: unexpected\n"), run.stderr
