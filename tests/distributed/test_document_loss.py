@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.packed.errors import TrainingError
 from tests.distributed.documents import (
@@ -26,6 +27,8 @@ from tests.distributed.documents import (
 )
 from tests.distributed.harness import relative_l2, run, sample
 from tests.distributed.pool import WorkerPools
+from tests.distributed.recording import record, recorded
+from tests.unit.data.helpers import write_corpus
 
 EOD, SEQ = 256, 16
 FLAGS = (
@@ -253,6 +256,7 @@ def test_documents_of_the_highest_loss_are_written(
 ) -> None:
     file = tmp_path / "logs" / "highest.jsonl"
     flags = f"{FLAGS} --global-batch-size 6 --log-document-losses 4 --document-losses-path {file}"
+    flags = f"{flags} --tensorboard-dir {tmp_path / 'tensorboard'}"
     run(worker_pool, world_size, f"{flags} {layout} --loss-by-dataset", rows=ROWS)
     entries = [json.loads(line) for line in file.read_text().splitlines()]
     command = f"{FLAGS} --global-batch-size 6 --micro-batch-size 1"
@@ -271,3 +275,60 @@ def test_documents_of_the_highest_loss_are_written(
         assert entry["loss"] == pytest.approx(means[place][0], rel=2e-6)
         assert entry["tokens"] == means[place][1]
         assert (entry["iteration"], entry["dataset"]) == (1, "mock")
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"tensors": 0}).Reload()
+    (event,) = events.Tensors("documents of highest loss/text_summary")
+    shown = [
+        [float(cell) for number, cell in enumerate(line.strip("| ").split(" | ")) if number != 2]
+        for line in event.tensor_proto.string_val[0].decode().splitlines()[2:]
+    ]
+    assert shown == [
+        [round(each["loss"], 6), each["tokens"], each["document"], each["position"]]
+        for each in entries
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, "--micro-batch-size 6"),
+        (2, "--micro-batch-size 1"),
+        (2, f"--micro-batch-size 3 {CP} 2"),
+        (2, "--micro-batch-size 2 --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_losses_of_datasets_are_those_of_their_documents(
+    world_size: int, layout: str, tmp_path: Path, worker_pool: WorkerPools
+) -> None:
+    """Two blended corpora of different letters; which document is whose is read off its ids."""
+    generator = np.random.default_rng(0)
+    prefixes = [
+        write_corpus(
+            tmp_path / name,
+            [
+                [*generator.integers(first, first + 90, generator.integers(1, 30)).tolist(), EOD]
+                for _ in range(40)
+            ],
+        )
+        for name, first in (("low", 0), ("high", 100))
+    ]
+    flags = f"{FLAGS} --global-batch-size 6 --loss-by-dataset".replace(
+        "--mock-data", f"--data-path 0.4 {prefixes[0]} 0.6 {prefixes[1]}"
+    )
+    one = run(worker_pool, 1, f"{flags} --micro-batch-size 6", prepare=record, inspect=recorded)
+    (ranks,) = ([segment for batch in batches for segment in batch] for batches in one.extra)
+    pieces = [
+        Piece(tokens, tuple(NO_TARGET if each < 0 else each for each in targets))
+        for tokens, targets in ranks
+        # A row that begins with an EOD token shows nothing of where it is from.
+        if set(tokens) != {EOD}
+    ]
+    (reference,) = worker_pool(1).run(
+        run_weighted, f"{flags} --micro-batch-size 1", pieces, [1.0] * len(pieces)
+    )
+    result = run(worker_pool, world_size, f"{flags} {layout}", rows=None)
+    for prefix, first in zip(prefixes, (0, 100), strict=True):
+        mine = [n for n, each in enumerate(pieces) if first <= each.inputs[0] < first + 100]
+        total, count = result.reports[0][f"lm loss {prefix}"]
+        assert count == sum(lengths_of([pieces[n] for n in mine])) > 0
+        assert total == pytest.approx(math.fsum(reference.losses[n] for n in mine), rel=2e-6)
+        assert f"lm loss {prefix}: " in result.log

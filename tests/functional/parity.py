@@ -144,7 +144,7 @@ def write_page(path: Path, differences: Sequence[Difference]) -> None:
         f"Worst of all: loss {worst['loss']:.1e}, gradient {worst['gradient']:.1e}, weights "
         f"{worst['weights']:.1e}.",
         "",
-        "![differences of all layouts](images/parity.png)",
+        "![differences of all layouts](parity.png)",
         "",
     ]
     for group in dict.fromkeys(known[each.layout].group for each in differences):
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{passed} of {len(differences)} layouts within the bounds")
     if not options.no_docs:
         write_page(options.docs / "parity.md", differences)
-        draw(options.docs / "images" / "parity.png", differences)
+        draw(options.docs / "parity.png", differences)
     return 0 if passed == len(differences) else 1
 
 
