@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.distributed.corpora import short_documents, write_byte_corpus
+from tests.distributed.harness import RankResult, run
 from tests.distributed.pool import WorkerPools, start_fork_server
 
 
@@ -33,3 +34,16 @@ def data_flags(corpus_documents: list[str], tmp_path_factory: pytest.TempPathFac
         f"--data-path {prefix} --data-cache-path {folder / 'cache'} --split 90,5,5 "
         "--tokenizer-type ByteTokenizer --num-workers 0"
     )
+
+
+@pytest.fixture(scope="module")
+def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
+    """The reference run of some flags on the common data, made once a module."""
+    known: dict[str, RankResult] = {}
+
+    def get(flags: str) -> RankResult:
+        if flags not in known:
+            known[flags] = run(worker_pool, 1, f"{flags} {data_flags}")
+        return known[flags]
+
+    return get

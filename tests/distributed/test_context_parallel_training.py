@@ -73,19 +73,6 @@ def _cp_size(name: str) -> int:
     return 4 if name.endswith("-4") else 2
 
 
-@pytest.fixture(scope="module")
-def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
-    """The reference run of some flags, made once."""
-    known: dict[str, RankResult] = {}
-
-    def get(flags: str) -> RankResult:
-        if flags not in known:
-            known[flags] = run(worker_pool, 1, f"{COMMON} {flags} {data_flags}")
-        return known[flags]
-
-    return get
-
-
 def check_parity(result: RankResult, reference: RankResult) -> None:
     """Same start, same gradient, same curve, same evaluations, the same data counted once."""
     assert_bitwise_equal(result.initial_weights, reference.initial_weights)
@@ -103,7 +90,13 @@ def check_parity(result: RankResult, reference: RankResult) -> None:
         assert getattr(result.statistics, name) == getattr(reference.statistics, name)
 
 
-@pytest.mark.parametrize("name", RUNS)
+# Each helper stays in the quick suite, and each kind of layout beside it.
+SLOW = ("rows-striped-4", "ring-tp2", "ring-pp2-capacity", "ring-dp2", "magi-pp2", "plain-rows")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in RUNS]
+)
 def test_context_parallel_equals_one_process(
     name: str,
     worker_pool: WorkerPools,
@@ -112,7 +105,7 @@ def test_context_parallel_equals_one_process(
 ) -> None:
     world_size, kind, layout = RUNS[name]
     flags = f"{COMMON} {kind} --context-parallel-size {_cp_size(name)} {data_flags} {layout}"
-    check_parity(run(worker_pool, world_size, flags), one_process(kind))
+    check_parity(run(worker_pool, world_size, flags), one_process(COMMON + kind))
 
 
 @pytest.mark.slow
@@ -175,7 +168,7 @@ def test_half_precision_follows(
 ) -> None:
     flags = f"{COMMON} {PACKED} --context-parallel-size 2 --bf16 {data_flags} --eval-iters 0"
     result = run(worker_pool, 2, flags)
-    assert result.losses == pytest.approx(one_process(PACKED).losses, rel=5e-3)
+    assert result.losses == pytest.approx(one_process(COMMON + PACKED).losses, rel=5e-3)
 
 
 def _lose_a_rank(flags: str, folder: Any) -> None:

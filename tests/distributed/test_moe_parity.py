@@ -82,19 +82,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
-    """The reference run of some flags, made once."""
-    known: dict[str, RankResult] = {}
-
-    def get(flags: str) -> RankResult:
-        if flags not in known:
-            known[flags] = run(worker_pool, 1, f"{COMMON} {flags} {data_flags}")
-        return known[flags]
-
-    return get
-
-
 def check_parity(result: RankResult, reference: RankResult) -> None:
     """Same start, same gradient, same curve, same evaluations."""
     assert_bitwise_equal(result.initial_weights, reference.initial_weights)
@@ -153,7 +140,7 @@ def test_layout_equals_one_process(
 ) -> None:
     world_size, flags = LAYOUTS[layout]
     result = run(worker_pool, world_size, f"{COMMON} {RUNS[kind]} {flags} {data_flags}")
-    check_parity(result, one_process(RUNS[kind]))
+    check_parity(result, one_process(COMMON + RUNS[kind]))
 
 
 @pytest.mark.parametrize("kind", [PACKED, ""], ids=["packs", "rows"])
@@ -200,7 +187,7 @@ def _logged(log: str) -> list[float]:
 
 def test_reference_is_worth_comparing_with(one_process: Callable[[str], RankResult]) -> None:
     for flags in RUNS.values():
-        reference = one_process(flags)
+        reference = one_process(COMMON + flags)
         assert reference.losses[0] == pytest.approx(math.log(258), abs=0.15)
         assert reference.losses[-1] < reference.losses[0] - 0.05
         names = [name for name in reference.gradient if name.endswith("router.weight")]

@@ -36,19 +36,6 @@ RUNS = {
 EVERY_RUN = {"muon-tp2", "dist-muon-dp2", "decoupled-pp2", "data-last-pp2-dp2", "instances-dp4"}
 
 
-@pytest.fixture(scope="module")
-def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
-    """The reference run of some flags, made once."""
-    known: dict[str, RankResult] = {}
-
-    def get(flags: str) -> RankResult:
-        if flags not in known:
-            known[flags] = run(worker_pool, 1, f"{flags} {data_flags}")
-        return known[flags]
-
-    return get
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in EVERY_RUN else pytest.mark.slow) for n in RUNS],

@@ -48,19 +48,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
-    """The reference run of some flags, made once."""
-    known: dict[str, RankResult] = {}
-
-    def get(flags: str) -> RankResult:
-        if flags not in known:
-            known[flags] = run(worker_pool, 1, f"{COMMON} {flags} {data_flags}")
-        return known[flags]
-
-    return get
-
-
 def check_parity(result: RankResult, reference: RankResult) -> None:
     """Same start, same gradient, same curve, same evaluations."""
     assert_bitwise_equal(result.initial_weights, reference.initial_weights)
@@ -79,8 +66,16 @@ def check_parity(result: RankResult, reference: RankResult) -> None:
     assert relative_l2(result.final_weights, reference.final_weights) < GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", RUNS)
+# What the others and the matrix of layouts (tests/functional/parity.py) show between them.
+SLOW = {"llama-packed": ("tp2-sp", "pp2", "dp2"), "gpt-rows": ("tp2", "pp2", "tp2-pp2")}
+GRID = [
+    pytest.param(kind, layout, marks=pytest.mark.slow if layout in SLOW.get(kind, ()) else ())
+    for kind in RUNS
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), GRID)
 def test_layout_equals_one_process(
     kind: str,
     layout: str,
@@ -90,7 +85,7 @@ def test_layout_equals_one_process(
 ) -> None:
     world_size, flags = LAYOUTS[layout]
     result = run(worker_pool, world_size, f"{COMMON} {RUNS[kind]} {flags} {data_flags}")
-    check_parity(result, one_process(RUNS[kind]))
+    check_parity(result, one_process(COMMON + RUNS[kind]))
 
 
 @pytest.mark.parametrize("kind", [LLAMA_TIED, GPT_UNTIED], ids=["llama-tied", "gpt-untied"])
@@ -102,17 +97,17 @@ def test_embeddings_tied_and_untied(
 ) -> None:
     world_size, layout = LAYOUTS["tp2-pp2"]
     result = run(worker_pool, world_size, f"{COMMON} {kind} {PACKED} {layout} {data_flags}")
-    check_parity(result, one_process(kind + PACKED))
+    check_parity(result, one_process(COMMON + kind + PACKED))
 
 
 def test_reference_is_worth_comparing_with(one_process: Callable[[str], RankResult]) -> None:
     """The runs learn from a uniform guess on, and what they are fed is packed in earnest."""
     for flags in RUNS.values():
-        reference = one_process(flags)
+        reference = one_process(COMMON + flags)
         assert reference.losses[0] == pytest.approx(math.log(258), abs=0.15)
         assert reference.losses[-1] < reference.losses[0] - 0.3
         assert all(reference.updated)
-    packed, rows = one_process(RUNS["gpt-packed"]), one_process(RUNS["gpt-rows"])
+    packed, rows = one_process(COMMON + RUNS["gpt-packed"]), one_process(COMMON + RUNS["gpt-rows"])
     assert packed.statistics.segments > 2 * packed.statistics.packs
     # Documents are the library's of this Python version: a token's own is hardly half a row long.
     assert packed.statistics.sum_squared_lengths < 0.6 * 128 * packed.statistics.real_tokens
@@ -126,7 +121,7 @@ def test_packs_equal_rows_with_resets(
     """Blocks inside rows are the same training as packs of the rows' segments."""
     flags = f"{COMMON} {LLAMA} {RESET_ROWS} --calculate-per-token-loss --micro-batch-size 2"
     rows = run(worker_pool, 1, f"{flags} {data_flags}")
-    packed = one_process(RUNS["llama-packed"])
+    packed = one_process(COMMON + RUNS["llama-packed"])
     rows.statistics.packs = packed.statistics.packs
     check_parity(rows, packed)
 
@@ -138,7 +133,7 @@ def test_vocabulary_padding_never_enters_the_loss(
     for multiple in (1, 4096):
         flags = f"{COMMON} {RUNS['gpt-packed']} --make-vocab-size-divisible-by {multiple}"
         result = run(worker_pool, 1, f"{flags} {data_flags}")
-        check_parity(result, one_process(RUNS["gpt-packed"]))
+        check_parity(result, one_process(COMMON + RUNS["gpt-packed"]))
         gradient = result.gradient["embedding.word_embeddings.weight"]
         assert gradient.shape[0] == -(-258 // multiple) * multiple
         assert not gradient[258:].any()

@@ -86,19 +86,6 @@ ANY_LENGTH = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(worker_pool: WorkerPools, data_flags: str) -> Callable[[str], RankResult]:
-    """The reference run of some flags, made once."""
-    known: dict[str, RankResult] = {}
-
-    def get(flags: str) -> RankResult:
-        if flags not in known:
-            known[flags] = run(worker_pool, 1, f"{flags} {data_flags}")
-        return known[flags]
-
-    return get
-
-
 def without_padding(result: RankResult) -> RankResult:
     """Padding depends on the layout, by design."""
     result.statistics.padded_tokens = 0

@@ -49,7 +49,12 @@ def _segments(streamed: Stream) -> list[object]:
     return [segment for batch in streamed.batches for segment in batch]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+SLOW = ("next_fit", "best_fit_decreasing")
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=pytest.mark.slow if s in SLOW else ()) for s in STRATEGIES]
+)
 def test_a_stream_goes_on_where_it_stopped(strategy: str, read: Read) -> None:
     """In the middle of an epoch, across its end, with workers that are ahead, and elsewhere."""
     whole = read(1, strategy, "--micro-batch-size 1 --num-workers 0", COUNT, every=4)
