@@ -14,6 +14,7 @@ NAME = "megatron.packed"
 # Each room may import those before it. `docs/architecture.md` shows the same list.
 ROOMS = (
     "errors",
+    "json_text",
     "processes",
     "checkpoint",
     "arguments",
@@ -35,6 +36,7 @@ LEAVES = {"context_parallel.capabilities": "arguments"}
 # What only some rooms may import from outside: planning stays light, packing knows no processes.
 BARRED = {
     "errors": {"torch", "megatron.core", "numpy"},
+    "json_text": {"torch", "megatron.core", "numpy"},
     "processes": {"torch", "megatron.core", "numpy"},
     "arguments": {"megatron.core", "numpy"},
     "packing": {"torch.distributed"},

@@ -55,15 +55,16 @@ def read_config_file(path: str, convert: Convert) -> dict[str, Any]:
 
 
 def _load(path: str) -> Mapping[Any, Any]:
-    import yaml  # only needed where there is a file; --help shall stay quick
+    # Only needed where there is a file; --help shall stay quick.
+    from megatron.packed.arguments.yaml_settings import read_yaml
 
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+            content = read_yaml(file)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigFileError(f"--config-file {path}: can't be read ({reason})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:  # one of an encoding, too
         raise ConfigFileError(f"--config-file {path}: isn't YAML: {error}") from None
     if content is None:
         return {}
@@ -93,12 +94,24 @@ def _read_setting(key: str, value: Any, convert: Convert) -> tuple[str, Any]:
     if not spec.takes_value:
         return spec.dest, _switch(key, spec, value, by_field)
     if spec.is_list and isinstance(value, str):
-        value = shlex.split(value)  # as a shell would
+        value = _words(key, value)
     items = value if isinstance(value, list) else [value]
+    if not items and spec.is_list:
+        raise argparse.ArgumentTypeError(f"{key}: needs one or more values, or no value at all")
     if len(items) != 1 and not spec.is_list:
         raise argparse.ArgumentTypeError(f"{key}: takes one value, not {len(items)}")
     converted = tuple(_one_value(key, spec, item, convert) for item in items)
     return spec.dest, converted if spec.is_list else converted[0]
+
+
+def _words(key: str, value: str) -> list[str]:
+    """What a shell would make of a text."""
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{key}: {value!r}: {error}; close it, or write a list"
+        ) from None
 
 
 def _switch(key: str, spec: FlagSpec, value: Any, by_field: bool) -> bool | None:
@@ -111,8 +124,9 @@ def _switch(key: str, spec: FlagSpec, value: Any, by_field: bool) -> bool | None
 
 
 def _one_value(key: str, spec: FlagSpec, value: Any, convert: Convert) -> Any:
-    if isinstance(value, (bool, list, dict)):
-        kind = "true or false" if isinstance(value, bool) else f"a {type(value).__name__}"
+    if not isinstance(value, str):
+        kinds = {bool: "true or false (a text of that name takes quotes)", type(None): "null"}
+        kind = kinds.get(type(value), f"a {type(value).__name__}")
         raise argparse.ArgumentTypeError(f"{key}: takes a value, not {kind}")
     try:
         return convert(spec, str(value))

@@ -200,6 +200,7 @@ def required(
     help: str,
     *names: str,
     at_least: float | None = None,
+    at_most: float | None = None,
     choices: tuple[str, ...] = (),
     instead: str | None = None,
 ) -> Any:
@@ -209,10 +210,13 @@ def required(
         help: What the flag does.
         *names: Spellings, as for `flag`.
         at_least: Smallest legal number.
+        at_most: Largest legal number.
         choices: Legal values.
         instead: Field that may be given in its place; `validate` derives this one then.
     """
-    metadata = dict(help=help, names=names, bounds=Bounds(at_least), choices=choices)
+    metadata = dict(
+        help=help, names=names, bounds=Bounds(at_least, at_most=at_most), choices=choices
+    )
     metadata |= dict(required=True, instead=instead)
     if instead is not None:
         return dataclasses.field(default=None, metadata={METADATA_KEY: metadata})

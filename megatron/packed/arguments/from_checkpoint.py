@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron.packed.arguments.config import Config, all_specs, build_config
+from megatron.packed.arguments.declare import FlagSpec
 from megatron.packed.checkpoint.folder import CheckpointFolder
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.json_text import read_json
 
 ARGUMENTS = "arguments.json"
 CHECKPOINT = "checkpoint"
@@ -36,7 +37,8 @@ def with_checkpoint_arguments(config: Config) -> Config:
         return config
     if not flags.load:
         raise ConfigurationError("--use-checkpoint-args needs --load, the checkpoint to read")
-    stored = _read(CheckpointFolder(Path(flags.load), "--load"), flags.ckpt_step)
+    path = _path_of(CheckpointFolder(Path(flags.load), "--load"), flags.ckpt_step)
+    stored = _read(path)
     wanted = {d for d, spec in all_specs().items() if spec.group in _GROUPS}
     wanted |= {*_TOKENIZER, *_OTHERS}
     if flags.use_mp_args_from_checkpoint_args:
@@ -44,14 +46,30 @@ def with_checkpoint_arguments(config: Config) -> Config:
     taken = {}
     for dest in wanted & stored.keys() & all_specs().keys():
         if stored[dest] is not None and not all_specs()[dest].environment:
-            value = stored[dest]
-            taken[dest] = tuple(value) if isinstance(value, list) else value
+            taken[dest] = _checked(path, all_specs()[dest], stored[dest])
     values = {**config.given, **taken}
     sources = {**config.sources, **dict.fromkeys(taken, CHECKPOINT)}
     return build_config(values, sources)
 
 
-def _read(folder: CheckpointFolder, step: int | None) -> dict[str, Any]:
+def _checked(path: Path, spec: FlagSpec, value: Any) -> Any:
+    """A value as the field has it, if it is of the field's type and within its bounds."""
+    items = value if spec.is_list and isinstance(value, list) else [value]
+    types = (int, float) if spec.value_type is float else (spec.value_type,)
+    fitting = tuple(items) if spec.is_list else value
+    if not all(type(item) in types for item in items):
+        rule: str | None = f"must be of type {spec.value_type.__name__}"
+    else:
+        rule = spec.violated_by(fitting)
+    if rule:
+        raise ConfigurationError(
+            f"--use-checkpoint-args: {path}: {spec.dest} is {value!r}, which {rule}; give the "
+            "model's flags themselves"
+        )
+    return fitting
+
+
+def _path_of(folder: CheckpointFolder, step: int | None) -> Path:
     try:
         iteration = folder.tracked() if step is None else step
     except DataError as error:
@@ -61,9 +79,12 @@ def _read(folder: CheckpointFolder, step: int | None) -> dict[str, Any]:
             f"--use-checkpoint-args: {folder.flag} {folder.root} has no tracker file; name a "
             "folder that holds checkpoints, or pass --ckpt-step"
         )
-    path = folder.path(iteration) / ARGUMENTS
+    return folder.path(iteration) / ARGUMENTS
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        stored = json.loads(path.read_bytes())
+        stored = read_json(path)
         if not isinstance(stored, dict):
             raise ValueError("not a mapping")
         return stored

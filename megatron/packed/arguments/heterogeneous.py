@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 
 from megatron.packed.arguments.declare import flag
 from megatron.packed.errors import ConfigurationError
+from megatron.packed.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class HeterogeneousConfig:
         if text is None:
             return None
         try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
+            document = parse_json(text)
+        except ValueError as error:
             raise ConfigurationError(f"must be JSON: {error}") from None
         if not isinstance(document, dict) or not isinstance(document.get("block_configs"), list):
             raise ConfigurationError("must hold a list block_configs, one entry for each layer")
@@ -104,7 +104,7 @@ class HeterogeneousConfig:
         for number, block in enumerate(document["block_configs"], 1):
             try:
                 shapes.append(_shape(block, hidden_size, heads))
-            except (KeyError, TypeError, AttributeError, ValueError) as error:
+            except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
                 raise ConfigurationError(
                     f"layer {number} of block_configs: {error}; it must have an attention with "
                     "n_heads_in_group or num_query_groups, and an ffn with ffn_mult or "
@@ -128,6 +128,10 @@ def _shape(block: Mapping[str, Any], hidden_size: int, heads: int) -> LayerShape
         mult = mlp["ffn_mult"]
         # The rounding of the files' own code, up to multiples of 256.
         width = None if mult is None else -(-int(2 * mult * hidden_size / 3) // 256) * 256
+    for name, part in (("attention", attention), ("ffn", mlp)):
+        for switch in ("no_op", "replace_with_linear"):
+            if not isinstance(part.get(switch, False), bool | None):
+                raise ValueError(f"{switch} of the {name} is {part[switch]!r}, not true or false")
     shape = LayerShape(
         attention=not attention.get("no_op", False),
         linear_attention=bool(attention.get("replace_with_linear", False)),
@@ -144,6 +148,6 @@ def _shape(block: Mapping[str, Any], hidden_size: int, heads: int) -> LayerShape
             raise ValueError(f"the {name} is both no_op and replace_with_linear")
         if size is not None and (not present or linear):
             raise ValueError(f"the {name} has a size, but there is none")
-        if size is not None and size < 1:
-            raise ValueError(f"the {name} has size {size}")
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"the {name} has size {size!r}")
     return shape

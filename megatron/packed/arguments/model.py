@@ -16,7 +16,7 @@ class ModelConfig:
 
     SECTION: ClassVar[str] = "network size"
 
-    num_layers: int = required("Number of transformer layers.", at_least=1)
+    num_layers: int = required("Number of transformer layers.", at_least=1, at_most=100_000)
     hidden_size: int = required("Width of the residual stream.", at_least=1)
     ffn_hidden_size: int = derived(
         "4 * hidden size, or with --swiglu int(4 * hidden size * 2 / 3 / 64) * 64",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -23,6 +24,8 @@ DESCRIPTION = "Pre-train a GPT on packed sequences, on megatron-core."
 KINDS = {int: "a whole number", float: "a number"}
 # argparse's own pattern takes -1e-5, and the window -1,0, for a flag.
 NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
+
+_LARGEST = (1 << 63) - 1
 
 
 class CommandLineError(ConfigurationError):
@@ -189,11 +192,30 @@ def _convert(spec: FlagSpec, text: str) -> Any:
     try:
         value = spec.value_type(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be {KINDS[spec.value_type]}") from None
-    rule = spec.violated_by((value,) if spec.is_list else value)
+        raise argparse.ArgumentTypeError(
+            f"{_shown(text)} must be {KINDS[spec.value_type]}"
+        ) from None
+    rule = _unusable(value) or spec.violated_by((value,) if spec.is_list else value)
     if rule:
-        raise argparse.ArgumentTypeError(f"{text!r} {rule}")
+        raise argparse.ArgumentTypeError(f"{_shown(text)} {rule}")
     return value
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:40]!r}... ({len(text)} characters)"
+
+
+def _unusable(value: Any) -> str | None:
+    """The rule that a value breaks whatever the flag, in words, or None."""
+    if isinstance(value, str):
+        try:
+            held = os.fsencode(value)
+        except UnicodeEncodeError:
+            return "must be text that a file name can hold"
+        return "must not hold a zero byte" if b"\0" in held else None
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        return "must fit in 64 bits"
+    return None
 
 
 def _sentence(error: argparse.ArgumentError) -> str:

@@ -31,6 +31,7 @@ class TrainingConfig:
         default=1234,
         section="initialization",
         at_least=1,
+        at_most=(1 << 32) - 1,  # of numpy's generators, which order the data
     )
     deterministic_mode: bool = flag("Only kernels that repeat bit by bit.", default=False)
     bf16: bool = flag("Train in bfloat16.", default=False, section="mixed precision")

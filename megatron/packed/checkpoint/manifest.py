@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.packed.errors import DataError
+from megatron.packed.json_text import read_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -63,11 +64,12 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            document = json.loads(path.read_bytes())
+            document = read_json(path)
             content = {key: document[key] for key in ("format_version", "iteration", "files")}
             if document["sha256"] != _digest_of(content):
                 raise ValueError("its digest doesn't match its content")
             files = {name: FileRecord(**record) for name, record in content["files"].items()}
+            iteration = int(content["iteration"])
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -82,7 +84,7 @@ class Manifest:
         for name in files:
             if not stays_inside(name):
                 raise DataError(f"{path}: names {name!r}, which lies outside the checkpoint")
-        return cls(int(content["iteration"]), files)
+        return cls(iteration, files)
 
     def damage(self, folder: Path, names: Sequence[str], *, contents: bool = True) -> list[str]:
         """Compare files with their records.
@@ -133,7 +135,12 @@ def _digest_of(content: Mapping[str, Any]) -> str:
 def stays_inside(name: str) -> bool:
     """Whether a name from a checkpoint leads to a file below the checkpoint's folder."""
     path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts and name not in ("", ".")
+    return (
+        not path.is_absolute()
+        and ".." not in path.parts
+        and name not in ("", ".")
+        and "\0" not in name
+    )
 
 
 def _short(error: Exception) -> str:

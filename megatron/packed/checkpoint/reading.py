@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +26,13 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.packed.checkpoint.folder import CheckpointFolder
+from megatron.packed.checkpoint.common import read_common
+from megatron.packed.checkpoint.folder import TRACKER, CheckpointFolder
 from megatron.packed.checkpoint.manifest import MANIFEST, Manifest, stays_inside
-from megatron.packed.checkpoint.storage import COMMON, FORMAT, INDEX
+from megatron.packed.checkpoint.storage import FORMAT, INDEX
 from megatron.packed.checkpoint.trust import read_index, weights_only
 from megatron.packed.errors import DataError
+from megatron.packed.json_text import read_json
 
 PRODUCER = "megatron-packed"
 # A weight in full precision, under the names that megatron-core's optimizers give it.
@@ -94,11 +96,11 @@ def newest_intact(
             break
     if not damages:
         return None
-    way_out = (
-        ""
-        if fall_back and step is None
-        else ("; --on-corrupt-checkpoint fallback takes the newest intact one")
-    )
+    way_out = ""
+    if step is not None:
+        way_out = f"; without --ckpt-step {step} the one that {TRACKER} names is taken"
+    elif not fall_back:
+        way_out = "; --on-corrupt-checkpoint fallback takes the newest intact one"
     raise DataError(
         f"{folder.flag} {folder.root}: no intact checkpoint: {'; '.join(damages)}{way_out}"
     )
@@ -130,7 +132,7 @@ def _candidates(folder: CheckpointFolder, step: int | None, damages: list[str]) 
 def _examine(path: Path, iteration: int, contents: bool) -> Intact | list[str]:
     """Read a checkpoint's small parts and verify its files, each by one rank; collective."""
     try:
-        manifest, common = agree(lambda: _read_small(path))
+        manifest, common = agree(lambda: _read_small(path, iteration))
     except DataError as error:
         return [str(error)]
     if manifest is not None:
@@ -142,15 +144,15 @@ def _examine(path: Path, iteration: int, contents: bool) -> Intact | list[str]:
         damage = [message for messages in gathered for message in messages]
         if damage:
             return damage
-    return Intact(path, int(common["iteration"]), common)
+    return Intact(path, iteration, common)
 
 
-def _read_small(path: Path) -> tuple[Manifest | None, dict[str, Any]]:
-    if not path.is_dir():
+def _read_small(path: Path, iteration: int) -> tuple[Manifest | None, dict[str, Any]]:
+    if not os.path.isdir(path):
         raise DataError(f"{path}: missing")
     manifest = Manifest.read(path)
     try:
-        described = json.loads((path / FORMAT).read_bytes())
+        described = read_json(path / FORMAT)
         backend = described["sharded_backend"]
     except FileNotFoundError as error:
         raise DataError(f"{path / FORMAT}: missing") from error
@@ -162,6 +164,11 @@ def _read_small(path: Path) -> tuple[Manifest | None, dict[str, Any]]:
             "the program that wrote it"
         )
     common = read_common(path)
+    if common["iteration"] != iteration:
+        raise DataError(
+            f"{path}: holds iteration {common['iteration']}, so it was renamed, or copied over "
+            "another; give the folder the name that fits"
+        )
     if manifest is None and common.get("producer") == PRODUCER:
         raise DataError(f"{path / MANIFEST}: missing, so the files can't be verified")
     _check_places(path, read_index(path / INDEX), manifest)
@@ -175,32 +182,17 @@ def _check_places(path: Path, index: Any, manifest: Manifest | None) -> None:
         DataError: one doesn't, or isn't.
     """
     places = getattr(index, "storage_data", None)
-    if not isinstance(places, dict) or not isinstance(index.state_dict_metadata, dict):
+    tensors = getattr(index, "state_dict_metadata", None)
+    if not isinstance(places, dict) or not isinstance(tensors, dict):
         raise DataError(f"{path / INDEX}: damaged (it is no index of tensors)")
-    for name in sorted({str(place.relative_path) for place in places.values()}):
+    names = {getattr(place, "relative_path", None) for place in places.values()}
+    if not all(isinstance(name, str) for name in names):
+        raise DataError(f"{path / INDEX}: damaged (it has tensors that are in no file)")
+    for name in sorted(map(str, names)):
         if not stays_inside(name):
             raise DataError(f"{path / INDEX}: names {name!r}, which lies outside the checkpoint")
         if manifest is not None and name not in manifest.files:
             raise DataError(f"{path / MANIFEST}: doesn't list {name}, which tensors are read from")
-
-
-def read_common(path: Path) -> dict[str, Any]:
-    """Read what every rank has alike.
-
-    Raises:
-        DataError: the file is missing or damaged, or holds code.
-    """
-    file = path / COMMON
-    try:
-        with weights_only():
-            common = torch.load(file, map_location="cpu", weights_only=True)
-        int(common["iteration"])
-        return common
-    except FileNotFoundError as error:
-        raise DataError(f"{file}: missing") from error
-    except Exception as error:  # a damaged archive can fail in any way
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{file}: damaged, or not plain data ({reason[:160]})") from error
 
 
 def agree(action: Callable[[], Any]) -> Any:
@@ -318,7 +310,7 @@ def _match(
         used.add(key)
         if isinstance(shard, ShardedTensor):
             shard.key = key
-            _check_shape(shard, tuple(stored[key].size), path)
+            _check_shape(shard, tuple(getattr(stored[key], "size", ())), path)
     _report_mismatch(sorted(absent.values()), sorted(set(stored) - used), path, strictness, report)
     return set(absent)
 

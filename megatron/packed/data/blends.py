@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.json_text import parse_json
 
 SPLIT_NAMES = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"
@@ -210,8 +210,9 @@ def _read_text(flag: str, path: str) -> str:
 
 
 def _read_json(flag: str, path: str) -> Any:
+    text = _read_text(flag, path)
     try:
-        return json.loads(_read_text(flag, path))
+        return parse_json(text)
     except ValueError as error:
         raise DataError(f"{flag} {path}: is no JSON ({error}); repair it") from error
 

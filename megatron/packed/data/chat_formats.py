@@ -182,16 +182,15 @@ class TokenizersTemplate(ChatFormat):
         return [*pieces, Piece(whole[at:], False)]
 
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        from jinja2 import TemplateError
-
         try:
             return self._template.render(
                 messages=[{"role": each.role, "content": each.content} for each in messages],
                 add_generation_prompt=prompt,
                 **self._variables,
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"the tokenizer's chat template fails: {error}") from error
+        except Exception as error:  # a template is a program: it can fail in any way
+            reason = str(error) or type(error).__name__
+            raise DataError(f"the tokenizer's chat template fails: {reason}") from error
 
 
 FORMATS: dict[str, type[ChatFormat]] = {
@@ -239,3 +238,5 @@ def _compile(template: str) -> Any:
         raise DataError(
             f"the tokenizer's chat template can't be read, line {error.lineno}: {error.message}"
         ) from error
+    except RecursionError as error:
+        raise DataError("the tokenizer's chat template can't be read: nested too deeply") from error

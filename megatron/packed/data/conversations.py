@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from megatron.packed.data.chat_formats import (
 from megatron.packed.data.json_lines import JsonLine
 from megatron.packed.data.tokenizers import PackedTokenizer
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.json_text import read_json
 
 KEYS = ("messages", "conversations")
 # The names that data sets use, and the four that formats know.
@@ -170,20 +171,26 @@ def build_chat_format(name: str, tokenizer_model: str | None) -> ChatFormat:
             f"{', '.join([*FORMATS, TokenizersTemplate.name])}"
         )
     folder = Path(tokenizer_model or ".")
-    folder = folder if folder.is_dir() else folder.parent
+    folder = folder if os.path.isdir(folder) else folder.parent
     settings: dict[str, Any] = {}
     path = folder / "tokenizer_config.json"
-    if path.is_file():
+    if os.path.isfile(path):
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            settings = read_json(path)
+        except (OSError, ValueError) as error:
             raise DataError(f"{path} is no JSON ({error}); repair or remove it") from error
+        if not isinstance(settings, dict):
+            raise DataError(f"{path} holds no JSON object; repair or remove it")
     template = settings.get("chat_template")
     own_file = folder / "chat_template.jinja"
-    if own_file.is_file():
-        template = own_file.read_text(encoding="utf-8")
+    if os.path.isfile(own_file):
+        try:
+            template = own_file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DataError(f"{own_file} can't be read ({error}); repair or remove it") from error
     if isinstance(template, list):  # several, by name
-        template = next((t["template"] for t in template if t.get("name") == "default"), None)
+        named = [each for each in template if isinstance(each, dict)]
+        template = next((t.get("template") for t in named if t.get("name") == "default"), None)
     if not isinstance(template, str):
         raise DataError(
             f"--sft-tokenizer-prompt-format chat-template: neither {path} nor {own_file.name} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy
@@ -34,21 +35,26 @@ def open_weights(flag: str, prefix: str) -> numpy.ndarray:
         DataError: if there is no such file, or it is no vector of floating-point numbers.
     """
     path = weights_path(prefix)
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise DataError(
             f"--use-document-weights: {flag} {prefix} has no {path}; make it with "
             "tools/preprocess_data.py --weights-key, or leave the flag out"
         )
     try:
-        weights = numpy.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"{path} is no .npy file ({error}); make it again") from error
+        # Not numpy.load: it would open a zip archive, too.
+        weights = numpy.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # numpy reads the header with Python's parser: anything can be wrong
+        raise DataError(f"{path} is no .npy file ({_first_line(error)}); make it again") from error
     if weights.ndim != 1 or weights.dtype.kind != "f":
         raise DataError(
             f"{path} holds {weights.dtype} of shape {weights.shape}; it must be a vector of "
             "floating-point numbers, one for each document"
         )
     return weights
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_weights(flag: str, prefix: str, sequences: int) -> None:

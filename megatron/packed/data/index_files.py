@@ -13,6 +13,7 @@ Source: megatron/core/datasets/indexed_dataset.py, `_IndexWriter`
 from __future__ import annotations
 
 import difflib
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +212,8 @@ def _open_corpus(
         raise DataError(
             f"{where} is corrupt: its document boundaries must run from 0 to {sequences}; {_REMEDY}"
         )
+    if (numpy.diff(boundaries[:_CHECKED_POINTERS]) < 0).any():
+        raise DataError(f"{where} is corrupt: its document boundaries go back; {_REMEDY}")
     total = int(lengths.sum(dtype=numpy.int64))
     total_bytes = total * itemsize
     head = slice(0, _CHECKED_POINTERS)
@@ -234,7 +237,7 @@ def _open_corpus(
 
 
 def _require_both_files(flag: str, prefix: str, index_path: Path, bin_path: Path) -> None:
-    has_index, has_bin = index_path.is_file(), bin_path.is_file()
+    has_index, has_bin = os.path.isfile(index_path), os.path.isfile(bin_path)
     if has_index and has_bin:
         return
     if has_index or has_bin:
@@ -252,10 +255,10 @@ def _require_both_files(flag: str, prefix: str, index_path: Path, bin_path: Path
 def _suggestion(prefix: str) -> str:
     for suffix in (".idx", ".bin"):
         bare = prefix.removesuffix(suffix)
-        if bare != prefix and Path(f"{bare}.idx").is_file():
+        if bare != prefix and os.path.isfile(f"{bare}.idx"):
             return f"give the prefix without {suffix}: {bare}"
     folder = Path(prefix).parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f"the folder {folder} does not exist"
     known = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx"))
     nearest = difflib.get_close_matches(str(Path(prefix)), known, n=1, cutoff=0.0)

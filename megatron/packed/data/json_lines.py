@@ -5,6 +5,8 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +100,8 @@ class JsonLines:
         self.flag = flag
         self.paths: list[Path] = []
         for entry in inputs:
-            matches = [entry] if Path(entry).is_file() else sorted(glob.glob(entry, recursive=True))
-            files = [Path(match) for match in matches if Path(match).is_file()]
+            matches = [entry] if os.path.isfile(entry) else sorted(glob.glob(entry, recursive=True))
+            files = [Path(match) for match in matches if os.path.isfile(match)]
             if not files:
                 raise DataError(f"{flag} {entry}: there is no such file; check the path")
             self.paths += files
@@ -127,7 +129,7 @@ class JsonLines:
                     for number, raw in enumerate(stream, start=1):
                         if raw.strip():
                             yield JsonLine(f"{path}:{number}", raw)
-            except (gzip.BadGzipFile, EOFError) as error:
+            except (gzip.BadGzipFile, zlib.error, EOFError) as error:
                 raise DataError(
                     f"{self.flag} {path} is no whole gzip file ({error}); pack it again"
                 ) from error

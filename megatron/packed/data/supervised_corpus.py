@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,8 +75,8 @@ def encode_corpora(config: Config, corpora: Corpora, tokenizer: PackedTokenizer)
 
 def _encoded(flag: str, name: str, encoder: ConversationEncoder, cache: str | None) -> str:
     """The prefix of the encoded corpus of a JSON lines file, which is encoded if need be."""
-    if Path(f"{name}.idx").is_file():
-        if not Path(f"{name}{SUFFIX}.idx").is_file():
+    if os.path.isfile(f"{name}.idx"):
+        if not os.path.isfile(f"{name}{SUFFIX}.idx"):
             raise DataError(
                 f"{flag} {name}: {name}{SUFFIX}.idx isn't there, which says what of a corpus of "
                 "conversations is supervised; give the JSON lines file itself"
@@ -84,7 +85,7 @@ def _encoded(flag: str, name: str, encoder: ConversationEncoder, cache: str | No
     lines = JsonLines([name], flag)
     folder = Path(cache) if cache is not None else lines.paths[0].parent / "cache"
     prefix = folder / f"sft-{_key(lines.paths, encoder)}"
-    if not prefix.with_name(f"{prefix.name}.idx").is_file():
+    if not os.path.isfile(f"{prefix}.idx"):
         require_writable_folder(folder, f"tokens of {flag} {name}")
         write_supervised(str(prefix), lines, encoder)
     return str(prefix)

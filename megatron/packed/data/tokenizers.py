@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
+import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.json_text import read_json
 
 if TYPE_CHECKING:
     import tokenizers
 
 GPT2_EOD = "<|endoftext|>"
+# Ids without a token that a vocabulary may have, beside as many as it has tokens.
+_SPARE_IDS = 1 << 17
 USUAL_EOD_TOKENS = (GPT2_EOD, "</s>")
 
 
@@ -180,13 +184,13 @@ class HuggingFaceTokenizer(PackedTokenizer):
     """
 
     def __init__(self, model: str | Path, eod_token: str | None = None) -> None:
-        path = _tokenizer_json(Path(model))
+        self._path = path = _tokenizer_json(Path(model))
         self._tokenizer = _read_tokenizer_json(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise DataError(f"--tokenizer-model {path}: the vocabulary is empty; train it anew")
         # Not len(): ids may have gaps, and the embedding must hold the largest.
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = rows_for(f"--tokenizer-model {path}", vocabulary)
         settings = _read_settings(path.with_name("tokenizer_config.json"))
         self.eod = _find_eod(vocabulary, settings, eod_token, path)
         pad_token = _token_text(settings.get("pad_token"))
@@ -210,17 +214,33 @@ class HuggingFaceTokenizer(PackedTokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of `text`."""
-        return self._tokenizer.encode(encodable(text)).ids
+        with self._complaints():
+            return self._tokenizer.encode(encodable(text)).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts in one call of the library."""
         # encode_batch_fast leaves out the character offsets, which nothing here reads.
         clean = [encodable(text) for text in texts]
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(clean)]
+        with self._complaints():
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(clean)]
 
     def tokenize_chat(self, text: str) -> list[int]:
         """Ids of `text` without what the post-processor adds."""
-        return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
+        with self._complaints():
+            return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
+
+    @contextlib.contextmanager
+    def _complaints(self) -> Iterator[None]:
+        """Turn the library's errors about a text into one that names the file."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # what panics in Rust is no Exception
+            raise DataError(
+                f"--tokenizer-model {self._path}: can't tokenize a text ({_first_line(error)}); "
+                "give it an unknown token, or save it again with tools/train_tokenizer.py"
+            ) from error
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
@@ -341,10 +361,11 @@ def padded_vocab_size(
 
 
 def _tokenizer_json(model: Path) -> Path:
-    path = model / "tokenizer.json" if model.is_dir() else model
-    if path.is_file():
+    is_folder = os.path.isdir(model)
+    path = model / "tokenizer.json" if is_folder else model
+    if os.path.isfile(path):
         return path
-    reason = "the folder holds no tokenizer.json" if model.is_dir() else "there is no such file"
+    reason = "the folder holds no tokenizer.json" if is_folder else "there is no such file"
     raise DataError(
         f"--tokenizer-model {model}: {reason}; give a tokenizer.json on this machine, or a folder "
         "that holds one (names of models on a hub are not looked up)"
@@ -357,20 +378,45 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every kind of bad file
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exception for every kind of bad file, or a panic
         raise DataError(
             f"--tokenizer-model {path} is no tokenizer.json of the `tokenizers` library "
-            f"({str(error).splitlines()[0]}); save it again with tools/train_tokenizer.py or "
+            f"({_first_line(error)}); save it again with tools/train_tokenizer.py or "
             "Tokenizer.save()"
         ) from error
 
 
+def rows_for(where: str, vocabulary: dict[str, int]) -> int:
+    """Rows of an embedding that holds every id.
+
+    Args:
+        where: flag and file, for messages.
+        vocabulary: ids by token.
+
+    Raises:
+        DataError: most rows would be of no token, as after a slip in one id.
+    """
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= 2 * len(vocabulary) + _SPARE_IDS:
+        raise DataError(
+            f"{where}: token {token!r} has id {largest}, and there are {len(vocabulary)} tokens: "
+            "nearly all rows of the embedding would be of none; number the tokens from 0 on"
+        )
+    return largest + 1
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         return {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        settings = read_json(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} is no JSON ({error}); repair or remove it") from error
     if not isinstance(settings, dict):
         raise DataError(f"{path} holds no JSON object; repair or remove it")

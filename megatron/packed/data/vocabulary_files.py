@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +19,10 @@ from megatron.packed.data.tokenizers import (
     PackedTokenizer,
     TokenizerOptions,
     encodable,
+    rows_for,
 )
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.json_text import parse_json
 
 TIKTOKEN_VOCABULARY = 1 << 17
 _TIKTOKEN_REQUIRED = ("<unk>", "<s>", "</s>")
@@ -48,8 +50,8 @@ class GPT2BPETokenizer(PackedTokenizer):
                 f"--vocab-file {vocab_file}: holds no {GPT2_EOD}, which ends documents; "
                 "add it, or use HuggingFaceTokenizer with --eod-token"
             )
+        self.vocab_size = rows_for(f"--vocab-file {vocab_file}", self._vocabulary)
         self._tokenizer = _byte_level_bpe(self._vocabulary, Path(vocab_file), Path(merge_file))
-        self.vocab_size = max(self._vocabulary.values()) + 1
         self.eod = self.pad = self._vocabulary[GPT2_EOD]
         self.unique_identifiers = OrderedDict(
             {
@@ -280,7 +282,7 @@ def _model_of(options: TokenizerOptions) -> str:
         raise ConfigurationError(
             f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model, its model file"
         )
-    if not Path(options.tokenizer_model).is_file():
+    if not os.path.isfile(options.tokenizer_model):
         raise DataError(
             f"--tokenizer-model {options.tokenizer_model}: there is no such file; give the model "
             f"file of {options.tokenizer_type}"
@@ -313,8 +315,9 @@ def _read_text(flag: str, path: Path) -> str:
 
 
 def _read_json(flag: str, path: Path) -> Any:
+    text = _read_text(flag, path)
     try:
-        return json.loads(_read_text(flag, path))
+        return parse_json(text)
     except ValueError as error:
         raise DataError(f"{flag} {path}: is no JSON ({error}); copy it again") from error
 
@@ -330,6 +333,8 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
             raise DataError(
                 f"--vocab-file {path}: token {token!r} has id {number!r}; ids are numbers from 0 on"
             )
+        if encodable(token) != token:
+            raise DataError(f"--vocab-file {path}: token {token!r} is no text; copy the file again")
     if len(set(vocabulary.values())) != len(vocabulary):
         raise DataError(f"--vocab-file {path}: two tokens share an id; copy it again")
     return vocabulary
@@ -389,12 +394,23 @@ def _special_tokens(names: list[str], count: int, vocab_size: int) -> dict[str, 
         raise ConfigurationError(
             f"--tiktoken-special-tokens {' '.join(names)}: names a token twice"
         )
+    if "" in names:
+        raise ConfigurationError(
+            f"--tiktoken-special-tokens {' '.join(names)}: names an empty token, which would stand "
+            "between any two letters"
+        )
     if not len(names) <= count < vocab_size:
         raise ConfigurationError(
             f"--tiktoken-num-special-tokens {count}: must hold the {len(names)} special tokens and "
             f"be less than the vocabulary of {vocab_size}"
         )
     filler = [f"<SPECIAL_{number}>" for number in range(len(names), count)]
+    taken = sorted(set(names) & set(filler))
+    if taken:
+        raise ConfigurationError(
+            f"--tiktoken-special-tokens {' '.join(names)}: names a token that the ids left over "
+            f"have: {' '.join(taken)}"
+        )
     return {token: number for number, token in enumerate([*names, *filler])}
 
 
@@ -416,7 +432,7 @@ def _read_ranks(path: Path, count: int) -> dict[bytes, int]:
             well_formed = entry["rank"] == rank and (rank >= 256 or token == bytes([rank]))
         except (KeyError, TypeError, ValueError):
             well_formed = False
-        if not well_formed or token in ranks:
+        if not well_formed or not token or token in ranks:
             raise DataError(
                 f"--tokenizer-model {path}: entry {rank} must have rank {rank} and, base64-coded, "
                 "token_bytes of its own (the first 256 being the bytes); copy it again"

@@ -19,7 +19,7 @@ from megatron.packed.arguments import Config
 from megatron.packed.arguments.config import all_specs
 from megatron.packed.checkpoint.manifest import FORMAT_VERSION
 from megatron.packed.checkpoint.reading import PRODUCER, load_sharded
-from megatron.packed.errors import ConfigurationError
+from megatron.packed.errors import ConfigurationError, DataError
 from megatron.packed.training.reruns import Reruns
 from megatron.packed.training.step import TrainStep
 
@@ -180,6 +180,7 @@ def restore_schedules(step: TrainStep, common: dict[str, Any]) -> None:
 
     Raises:
         ConfigurationError: the command line asks for another schedule than the checkpoint's.
+        DataError: the checkpoint's is none.
     """
     try:
         step.scheduler.load_state_dict(dict(common["opt_param_scheduler"]))
@@ -188,6 +189,11 @@ def restore_schedules(step: TrainStep, common: dict[str, Any]) -> None:
             f"schedules of the command line and the checkpoint differ ({error}); pass "
             "--override-opt_param-scheduler to follow the command line, or "
             "--use-checkpoint-opt_param-scheduler to follow the checkpoint"
+        ) from error
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"the checkpoint's opt_param_scheduler can't be read ({type(error).__name__}: "
+            f"{error}); --finetune takes its weights alone"
         ) from error
 
 
