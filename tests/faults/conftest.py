@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.distributed.conftest import data_flags, worker_pool  # noqa: F401  (the same)
 from tests.faults.fleet import COMMON, Fleet
+from tests.faults.started import end_started
 from tests.faults.table import FaultTable
 
 Reference = Callable[..., Fleet]
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_is_left_behind() -> Iterator[None]:
+    """End the ranks of a test that has failed before it could."""
+    yield
+    end_started()
 
 
 @pytest.fixture(scope="session")

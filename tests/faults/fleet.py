@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.pool import FIXED_ENVIRONMENT, start_fork_server
+from tests.faults.started import remember
 
 TIMEOUT = 240.0
 _STORES: dict[str, Any] = {}
@@ -101,6 +102,7 @@ class Fleet:
             )
             process = context.Process(target=_main, args=(request,))
             process.start()
+            remember(process)
             self.processes.append(process)
         return self
 

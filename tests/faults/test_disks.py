@@ -104,7 +104,7 @@ def test_a_disk_that_is_full(
     assert all(not name.startswith(".") for name in _names(folder))
     second = Fleet(1, command.replace(f"--save {folder}", ""), tmp_path / "records")
     assert second.run() == [0], second.output()
-    table.add("disk: No space left on device", lost=assert_same_run(second, reference(1)))
+    table.add("disk: full, a real one", lost=assert_same_run(second, reference(1)))
 
 
 def _hurt_data(trainer: Any, prefix: str, iteration: int, cut: bool) -> None:
