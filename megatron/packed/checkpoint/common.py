@@ -49,10 +49,12 @@ def _check_common(common: Any) -> None:
     """Raise a ValueError for what isn't of its type."""
     if not isinstance(common, dict) or "iteration" not in common:
         raise ValueError("it names no iteration")
+    # Upstream's own checkpoints count samples among the arguments.
+    counted = getattr(common.get("args"), "consumed_train_samples", 0)
     for key, types in _TYPES.items():
-        if key not in common:
+        if key not in common and key != "consumed_samples":
             continue
-        value: Any = common[key]
+        value: Any = common.get(key, counted)
         fits = isinstance(value, types) and not isinstance(value, bool)
         if not fits or (types is int and value < 0):
             raise ValueError(f"its {key} is {str(value)[:40]!r}")

@@ -394,6 +394,11 @@ def _special_tokens(names: list[str], count: int, vocab_size: int) -> dict[str, 
         raise ConfigurationError(
             f"--tiktoken-special-tokens {' '.join(names)}: names a token twice"
         )
+    unwritable = [name for name in names if encodable(name) != name]
+    if unwritable:
+        raise ConfigurationError(
+            f"--tiktoken-special-tokens: {unwritable[0]!r} is no UTF-8 text; write it anew"
+        )
     if "" in names:
         raise ConfigurationError(
             f"--tiktoken-special-tokens {' '.join(names)}: names an empty token, which would stand "
@@ -416,6 +421,11 @@ def _special_tokens(names: list[str], count: int, vocab_size: int) -> dict[str, 
 
 def _read_ranks(path: Path, count: int) -> dict[bytes, int]:
     entries = _read_json("--tokenizer-model", path)
+    if count < 256:
+        raise ConfigurationError(
+            f"--vocab-size leaves {count} tokens beside --tiktoken-num-special-tokens, fewer than "
+            "the 256 bytes that texts are made of; raise it"
+        )
     if not isinstance(entries, list):
         raise DataError(
             f"--tokenizer-model {path}: must be a JSON list of rank, token_bytes and token_str"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import pickle
@@ -168,6 +169,13 @@ def _common(**changes: Any) -> Callable[[Path], object]:
     return act
 
 
+def _other_program(**arguments: Any) -> Callable[[Path], object]:
+    def act(path: Path) -> None:
+        torch.save({"iteration": 8, "args": argparse.Namespace(**arguments)}, path / COMMON)
+
+    return act
+
+
 def _index(change: Callable[[Any], Any]) -> Callable[[Path], object]:
     def act(path: Path) -> None:
         index = read_index(path / INDEX)
@@ -196,6 +204,8 @@ FORGED = cases_of(
     ("an iteration in words", _common(iteration="eight"), COMMON, "its iteration is 'eight'"),
     ("samples before the first", _common(consumed_samples=-4), "its consumed_samples is '-4'"),
     ("arguments in a dictionary", _common(args={}), COMMON, "its args is '{}'"),
+    ("samples counted in words", _other_program(consumed_train_samples="many"),
+     "its consumed_samples is 'many'"),
     ("schedules in a list", _common(opt_param_scheduler=[1]), "opt_param_scheduler is '[1]'"),
     ("data in words", _common(data="all"), COMMON, "its data is 'all'"),
     ("an index of nothing", _index(lambda index: {}), f"{INDEX}: damaged", "no index of tensors"),

@@ -190,6 +190,10 @@ MODELS = cases_of(
         "tiktoken_special_tokens": (*SPECIAL, "<SPECIAL_5>")}), "<SPECIAL_5>", "names a token"),
     ("special tokens without an end", (_entries(), TIKTOKEN | {
         "tiktoken_special_tokens": ("<unk>", "<s>")}), "must hold </s> too"),
+    ("half a character as a special token", (_entries(), TIKTOKEN | {
+        "tiktoken_special_tokens": (*SPECIAL, "\udcff")}), "'\\udcff' is no UTF-8 text"),
+    ("no room for the bytes", (_entries(), TIKTOKEN | {"vocab_size": 100}),
+     "--vocab-size leaves 90", "fewer than the 256 bytes"),
     ("no room for special tokens", (_entries(), TIKTOKEN | {"tiktoken_num_special_tokens": 300}),
      "--tiktoken-num-special-tokens 300", "less than the vocabulary of 300"),
 )  # fmt: skip
