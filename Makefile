@@ -24,6 +24,16 @@ INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
 comma := ,
 
+# An environment of another Python would be used in silence.
+ifeq ($(origin PYTHON),command line)
+ifneq ($(wildcard $(BIN)/python),)
+VERSION := -c 'import sys; print(*sys.version_info[:2])'
+ifneq ($(shell $(PYTHON) $(VERSION)),$(shell $(BIN)/python $(VERSION)))
+$(error $(VENV) holds another Python than $(PYTHON); add, say, VENV=.venv-$(notdir $(PYTHON)))
+endif
+endif
+endif
+
 .DELETE_ON_ERROR:
 .PHONY: demo test test-full faults parity mutants functional lint docs bench-step bench-memory bench-packing bench-loss asan clean
 
