@@ -151,6 +151,9 @@ class Reruns:
             yield
         save, leave, code = self.machine.should_checkpoint_and_exit()
         if leave:
+            # A transient fault: megatron-core 0.19 would have the run go back to the last regular
+            # checkpoint, but nothing of this step was kept.
+            save = save or self.machine.state is RerunState.RERUNNING_IN_PLACE
             raise StepRejected(_verdict(code, batches.iteration), save=save, exit_code=code)
 
     def check_loss(self, total: torch.Tensor, count: torch.Tensor) -> None:
