@@ -29,6 +29,9 @@ PATTERNS = (
     "--no-rope-freq",
 )
 PER_LAYER = "--cp-comm-type"
+# Where every layer has its own description; four layers can be of four kinds.
+DESCRIPTION_FILE = "--heterogeneous-layers-config-path"
+DESCRIPTION_TEXT = "--heterogeneous-layers-config-encoded-json"
 
 
 def shrink_layers(args: Mapping[str, Value], pipeline: int) -> dict[str, Value]:
@@ -40,8 +43,9 @@ def shrink_layers(args: Mapping[str, Value], pipeline: int) -> dict[str, Value]:
     """
     values: dict[str, Value] = {}
     stages_of_large_run = size(args, "--pipeline-model-parallel-size")
+    described = DESCRIPTION_FILE in args or DESCRIPTION_TEXT in args
     if pipeline == 1:
-        layers = 2
+        layers = min(4, size(args, "--num-layers", 4)) if described else 2
     elif LAYOUT in args:
         layout = shrink_layout(str(args[LAYOUT]), pipeline, stages_of_large_run)
         values[LAYOUT] = layout
@@ -62,7 +66,7 @@ def shrink_layers(args: Mapping[str, Value], pipeline: int) -> dict[str, Value]:
     else:
         layers = pipeline
         taken = sum(name in args for name in ACCOUNTED)
-        layers = 2 * pipeline - taken if taken else layers
+        layers = 2 * pipeline - taken if taken or described else layers
     if FIRST in args or LAST in args or pipeline > 1 or layers > 1:
         values["--num-layers"] = layers
     for name in PATTERNS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
 from collections.abc import Mapping
@@ -11,10 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy
 
+from megatron.packed.cases.blocks import shrink_description, stand_in, widths
 from megatron.packed.cases.case import Value
+from megatron.packed.cases.layers import DESCRIPTION_FILE
+from megatron.packed.cases.parallel import size
 from megatron.packed.cases.shrink import VOCABULARY, SmallRun
 from megatron.packed.data.files import publish
 from megatron.packed.data.index_files import CorpusWriter
+from megatron.packed.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -112,6 +117,8 @@ def localise(run: SmallRun, files: LocalFiles, folder: Path) -> SmallRun:
     if _is_variable(args.get("--seed")):
         args["--seed"] = 1
     args |= _tokenizer(args, files)
+    if DESCRIPTION_FILE in args:
+        args[DESCRIPTION_FILE] = _description(run, folder, notes)
     dropped = [name for name in _SERVICES if args.pop(name, None) is not None]
     if dropped:
         notes.append("--wandb-* talk to a service")
@@ -124,6 +131,23 @@ def _corpus(value: Value, files: LocalFiles) -> list[str]:
     if len(words) > 1 or "BLEND" in text:
         return ["0.7", files.corpora[0], "0.3", files.corpora[1]]
     return [files.corpora[0]]
+
+
+def _description(run: SmallRun, folder: Path, notes: list[str]) -> str:
+    """Write a small description of layers that differ; return its path."""
+    layers, small = size(run.args, "--num-layers"), widths(run.args)
+    asked = Path(str(run.case.args[DESCRIPTION_FILE]))
+    try:
+        text = asked.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        notes.append(f"{DESCRIPTION_FILE} {asked} isn't here, layers of every kind stand in")
+        text = stand_in(layers, small)
+    else:
+        with contextlib.suppress(ConfigurationError):  # the run itself reports what it can't read
+            text = shrink_description(text, layers, widths(run.case.args), small)
+    path = folder / "layers.json"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
 
 
 def _is_variable(value: Value | None) -> bool:

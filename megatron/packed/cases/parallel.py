@@ -51,6 +51,7 @@ class ParallelSizes:
         expert_tensor: Tensor-parallel size of experts.
         data: Replicas.
         dropped: Dimensions of the large run that didn't fit, by their flags.
+        alone: Flags that mean little without replicas, where none fit.
     """
 
     tensor: int = 1
@@ -60,6 +61,7 @@ class ParallelSizes:
     expert_tensor: int = 1
     data: int = 1
     dropped: tuple[str, ...] = field(default=())
+    alone: tuple[str, ...] = field(default=())
 
     @property
     def processes(self) -> int:
@@ -100,9 +102,20 @@ def shrink_parallel_sizes(args: Mapping[str, Value]) -> ParallelSizes:
                 break
         else:
             dropped.append(flag)
-    sizes = _with_replicas(chosen, replicas=_wants_replicas(args))
+    wishes = _wish_for_replicas(args)
+    sizes = _with_replicas(chosen, replicas=bool(wishes))
     assert sizes is not None
-    return replace(sizes, dropped=tuple(dropped))
+    alone = wishes if sizes.data == 1 else ()
+    return replace(sizes, dropped=tuple(dropped), alone=alone)
+
+
+def exchanges_heads(args: Mapping[str, Value]) -> bool:
+    """Return whether context parallelism needs a head on every rank.
+
+    Args:
+        args: Value of each flag.
+    """
+    return "a2a" in str(args.get("--cp-comm-type", "")) or args.get("--attention-backend") == "flex"
 
 
 def _dimensions(args: Mapping[str, Value]) -> list[tuple[str, str, int]]:
@@ -121,8 +134,9 @@ def _dimensions(args: Mapping[str, Value]) -> list[tuple[str, str, int]]:
     return kept
 
 
-def _wants_replicas(args: Mapping[str, Value]) -> bool:
-    return size(args, INSTANCES) > 1 or any(name in args for name in _WANT_REPLICAS)
+def _wish_for_replicas(args: Mapping[str, Value]) -> tuple[str, ...]:
+    wishes = tuple(name for name in _WANT_REPLICAS if name in args)
+    return wishes + (INSTANCES,) * (size(args, INSTANCES) > 1)
 
 
 def _with_replicas(chosen: Mapping[str, Any], replicas: bool = False) -> ParallelSizes | None:

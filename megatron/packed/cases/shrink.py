@@ -7,23 +7,28 @@ together; switches stay as they are. What could not be kept is said in the notes
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megatron.packed.cases.blocks import shrink_description, widths
 from megatron.packed.cases.case import Case, Value
-from megatron.packed.cases.layers import GROUP, STAGE_FLAGS, shrink_layers
+from megatron.packed.cases.layers import DESCRIPTION_TEXT, GROUP, STAGE_FLAGS, shrink_layers
 from megatron.packed.cases.parallel import (
     CONTEXT,
     EXPERT,
     EXPERT_TENSOR,
     INSTANCES,
     PIPELINE,
+    PROCESSES,
     TENSOR,
     ParallelSizes,
+    exchanges_heads,
     shrink_parallel_sizes,
     size,
 )
+from megatron.packed.errors import ConfigurationError
 
 STEPS = 3
 HIDDEN = 64
@@ -72,6 +77,13 @@ _LIMITS: Mapping[str, int] = {
 _SCHEDULE_LENGTH = 4 * STEPS
 _NO_WARMUP = ("--lr-warmup-iters", "--lr-warmup-samples")
 _RATES = ("--min-lr", "--decoupled-lr", "--decoupled-min-lr", "--lr-warmup-init")
+_LENGTHS = ("--lr-decay-iters", "--lr-decay-samples")
+_LAST_LENGTHS = ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")
+# What is set for three steps to show in the loss; the notes list each change.
+SCHEDULE = (
+    *("--lr", *_RATES, *_NO_WARMUP, *_LENGTHS, *_LAST_LENGTHS),
+    *("--initial-loss-scale", "--exit-interval"),
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,12 @@ def shrink(case: Case) -> SmallRun:
     """
     args, notes = dict(case.args), []
     sizes = shrink_parallel_sizes(args)
-    notes += [f"{name} {args.get(name, 'of experts')} doesn't fit" for name in sizes.dropped]
+    notes += [
+        f"{name} {args.get(name, 'of experts')} doesn't fit {PROCESSES} processes"
+        for name in sizes.dropped
+    ]
+    if sizes.alone:
+        notes.append(f"replicas for {', '.join(sizes.alone)} don't fit {PROCESSES} processes")
     args |= shrink_layers(case.args, sizes.pipeline)
     args |= _model(case.args, sizes)
     for name, limit in _LIMITS.items():
@@ -108,6 +125,8 @@ def shrink(case: Case) -> SmallRun:
     _set_parallel_sizes(args, sizes, notes)
     _set_batches(args, case.args, sizes)
     _set_schedule(args)
+    _describe_layers(args, case.args)
+    notes += _changes_of_schedule(case.args, args)
     if "--error-injection-rate" in args:
         # Once in so many checks: three steps have too many for a rate of long runs.
         args["--error-injection-rate"] = RARELY
@@ -125,7 +144,7 @@ def _model(args: Mapping[str, Value], sizes: ParallelSizes) -> dict[str, Value]:
     heads = max(heads, sizes.tensor * sizes.context)
     values["--num-attention-heads"] = heads
     if "--num-query-groups" in args and size(args, "--num-query-groups") > 1:
-        fewest = sizes.tensor * sizes.context if _exchanges_heads(args) else 2
+        fewest = sizes.tensor * sizes.context if exchanges_heads(args) else 2
         values["--num-query-groups"] = min(max(2, fewest), heads)
     if "--vocab-size" in args:
         values["--vocab-size"] = VOCABULARY
@@ -139,10 +158,6 @@ def _model(args: Mapping[str, Value], sizes: ParallelSizes) -> dict[str, Value]:
             r"\d+", lambda number: str(min(int(number[0]), ROW // 4)), str(args["--window-size"])
         )
     return values
-
-
-def _exchanges_heads(args: Mapping[str, Value]) -> bool:
-    return "a2a" in str(args.get("--cp-comm-type", "")) or args.get("--attention-backend") == "flex"
 
 
 def _experts(args: Mapping[str, Value]) -> dict[str, Value]:
@@ -238,3 +253,26 @@ def _set_schedule(args: dict[str, Value]) -> None:
     if "--fp16" in args and "--loss-scale" not in args:
         # From 2**32 down, upstream's start skips more steps than there are.
         args["--initial-loss-scale"] = 4096
+
+
+def _changes_of_schedule(large: Mapping[str, Value], small: Mapping[str, Value]) -> list[str]:
+    """A note on what learns at another rate or scale, and when; none if nothing does."""
+    changes = [
+        f"{name} {large.get(name, 'unset')} -> {small[name]}"
+        for name in SCHEDULE
+        if name in small and not _same(large.get(name), small[name])
+    ]
+    return [", ".join(changes)] if changes else []
+
+
+def _same(before: Value | None, after: Value) -> bool:
+    return before is not None and float(str(before)) == float(str(after))
+
+
+def _describe_layers(args: dict[str, Value], large: Mapping[str, Value]) -> None:
+    """Layers that differ, as many as there are now; what can't be read, the run itself reports."""
+    if DESCRIPTION_TEXT in args:
+        with contextlib.suppress(ConfigurationError):
+            args[DESCRIPTION_TEXT] = shrink_description(
+                str(args[DESCRIPTION_TEXT]), size(args, "--num-layers"), widths(large), widths(args)
+            )

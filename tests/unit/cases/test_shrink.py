@@ -32,6 +32,12 @@ def small(**changes: Value) -> SmallRun:
     return shrink(Case("case", "regular", {**LARGE, **flags}))
 
 
+def notes(run: SmallRun) -> tuple[str, ...]:
+    """What could not be kept, but for the schedule, which never is."""
+    assert run.notes[-1].startswith("--lr 3e-4 -> ") or "error-injection" in run.notes[-1]
+    return tuple(note for note in run.notes if not note.startswith("--lr 3e-4"))
+
+
 def parallel(**changes: Value) -> ParallelSizes:
     return shrink_parallel_sizes(
         {"--" + name.replace("_", "-"): value for name, value in changes.items()}
@@ -43,7 +49,7 @@ def parallel(**changes: Value) -> ParallelSizes:
 
 def test_a_plain_run() -> None:
     run = small()
-    assert run.processes == 1 and run.notes == ()
+    assert run.processes == 1 and len(run.notes) == 1
     assert run.args["--num-layers"] == 2
     assert run.args["--hidden-size"] == HIDDEN
     assert run.args["--seq-length"] == run.args["--max-position-embeddings"] == ROW
@@ -137,11 +143,35 @@ def test_half_precision_starts_at_a_scale_that_does_not_overflow_for_three_steps
     assert "--initial-loss-scale" not in small(fp16=True, loss_scale=512).args
 
 
+def test_every_change_of_rates_and_schedule_is_said() -> None:
+    large = {name: value for name, value in LARGE.items() if not name.startswith("--lr-")}
+    changes: dict[str, Value] = {
+        "--decoupled-lr": "6e-4",
+        "--lr-warmup-samples": 100,
+        "--lr-decay-samples": 5000,
+        "--lr-wsd-decay-iters": 0,
+        "--fp16": True,
+        "--exit-interval": STEPS,
+    }
+    (note,) = shrink(Case("c", "r", {**large, **changes})).notes
+    assert note.split(", ") == [
+        "--lr 3e-4 -> 0.005",
+        "--min-lr 3e-5 -> 0.0005",
+        "--decoupled-lr 6e-4 -> 0.01",
+        "--lr-warmup-samples 100 -> 0",
+        "--lr-decay-samples 5000 -> 48",
+        "--lr-wsd-decay-iters 0 -> 3",
+        "--initial-loss-scale unset -> 4096",
+    ]
+    same = {**large, "--lr": "0.005", "--min-lr": 0}
+    assert shrink(Case("c", "r", same)).notes == ()
+
+
 def test_injected_errors_stay_rare_in_a_short_run() -> None:
     run = small(error_injection_rate=100, error_injection_type="persistent_error")
     assert run.args["--error-injection-rate"] > 10**6
     assert run.args["--error-injection-type"] == "persistent_error"
-    assert "--error-injection-rate is lowered" in run.notes[0]
+    assert "--error-injection-rate is lowered" in notes(run)[0]
 
 
 # ---- parallel sizes ----------------------------------------------------------------------------
@@ -222,7 +252,7 @@ def test_what_does_not_fit_is_said_and_its_flags_go() -> None:
         context_parallel_size=2,
         pipeline_model_parallel_size=2,
     )
-    assert run.notes == ("--pipeline-model-parallel-size 2 doesn't fit",)
+    assert notes(run) == ("--pipeline-model-parallel-size 2 doesn't fit 4 processes",)
     assert run.args["--pipeline-model-parallel-size"] == 1
     assert run.processes == 4
 
@@ -235,7 +265,16 @@ def test_experts_without_room_for_their_tensors_say_so_by_flag() -> None:
         pipeline_model_parallel_size=2,
     )
     assert run.args["--expert-tensor-parallel-size"] == 1
-    assert run.notes == ("--expert-tensor-parallel-size of experts doesn't fit",)
+    assert notes(run) == ("--expert-tensor-parallel-size of experts doesn't fit 4 processes",)
+
+
+def test_replicas_without_room_are_said_by_the_flags_that_want_them() -> None:
+    wishes: dict[str, Value] = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    layout: dict[str, Value] = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    assert notes(small(**wishes, tensor_model_parallel_size=2)) == ()
+    (note,) = notes(small(**wishes, **layout))
+    wanted = "--use-distributed-optimizer, --overlap-grad-reduce"
+    assert note == f"replicas for {wanted} don't fit 4 processes"
 
 
 # ---- layers ------------------------------------------------------------------------------------
@@ -266,6 +305,7 @@ def test_experts_without_room_for_their_tensors_say_so_by_flag() -> None:
             {"num_layers": 2},
         ),
         ({"account_for_loss_in_pipeline_split": True}, {"num_layers": 3}),
+        ({"heterogeneous_layers_config_path": "layers.json"}, {"num_layers": 4}),
         (
             {"decoder_first_pipeline_num_layers": 4},
             {"decoder_first_pipeline_num_layers": 1, "num_layers": 3},
@@ -297,7 +337,7 @@ def test_layers_over_stages(changes: dict, expected: dict) -> None:
 def test_flags_of_stages_go_where_there_is_one() -> None:
     run = small(account_for_loss_in_pipeline_split=True)
     assert "--account-for-loss-in-pipeline-split" not in run.args
-    assert run.notes == ("--account-for-loss-in-pipeline-split needs pipeline stages",)
+    assert notes(run) == ("--account-for-loss-in-pipeline-split needs pipeline stages",)
 
 
 @pytest.mark.parametrize(
