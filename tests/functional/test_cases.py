@@ -32,33 +32,35 @@ REFUSABLE = (
     "--experimental-attention-variant dsa",
 )
 
-Reports = Callable[[int], dict[str, dict]]
+Reports = Callable[..., dict[str, dict]]
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Outcomes of every n-th case by name; each share of them is tried once."""
-    known: dict[int, dict[str, dict]] = {}
+    known: dict[tuple[int, str], dict[str, dict]] = {}
 
-    def get(every: int) -> dict[str, dict]:
-        if every not in known:
+    def get(every: int, only: str = "*") -> dict[str, dict]:
+        if (every, only) not in known:
+            file = FILE if only == "*" else OWN
             report = tmp_path_factory.mktemp("cases") / "report.json"
             tool = REPOSITORY / "tools" / "try_case.py"
             options = ["--every", str(every), "--jobs", "2", "--report", str(report)]
+            options += ["--only", only]
             result = subprocess.run(
-                [sys.executable, str(tool), str(FILE), *options],
+                [sys.executable, str(tool), str(file), *options],
                 capture_output=True,
                 text=True,
                 timeout=1700,
             )
             assert report.is_file(), result.stderr
             results = json.loads(report.read_text())
-            known[every] = {entry["case"]: entry for entry in results}
+            known[every, only] = {entry["case"]: entry for entry in results}
             failed = [entry for entry in results if entry["status"] == "failed"]
             assert result.returncode == (1 if failed else 0)
             lines = result.stdout.splitlines()
             assert len(lines) == len(results) + 1, result.stdout + result.stderr
-        return known[every]
+        return known[every, only]
 
     return get
 
@@ -91,3 +93,10 @@ def test_every_case(name: str, reports: Reports) -> None:
 def test_few_are_refused(reports: Reports) -> None:
     refused = [name for name, entry in reports(1).items() if entry["status"] == "refused"]
     assert len(refused) <= MOST_REFUSALS, refused
+
+
+@pytest.mark.slow
+def test_layers_that_differ(reports: Reports) -> None:
+    """Upstream's cases have none."""
+    name = "llama/layers_that_differ"
+    check(reports(1, name)[name])
