@@ -14,6 +14,7 @@ from megatron.packed.training.document_losses import DocumentLosses, DocumentLos
 from megatron.packed.training.environment import print_rank_0
 from megatron.packed.training.evaluation import EvaluationResult
 from megatron.packed.training.flops import FlopsCounter
+from megatron.packed.training.interval import Interval
 from megatron.packed.training.memory import memory_counters
 from megatron.packed.training.step import StepResult
 from megatron.packed.training.writers import ScalarWriters
@@ -61,14 +62,14 @@ class Reporter:
     document_file: DocumentLossFile | None = None
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    _steps: list[StepResult] = field(default_factory=list)
+    _interval: Interval = field(default_factory=Interval)
     _since: float = field(default_factory=time.perf_counter)
 
     def record(
         self, step: StepResult, iteration: int, consumed_samples: int, learning_rate: float
     ) -> None:
         """Take in one step and write its TensorBoard entries."""
-        self._steps.append(step)
+        self._interval.add(step)
         self.skipped_iterations += not step.updated
         self.nan_iterations += (
             step.bad is not None or step.loss_count > 0 and step.loss != step.loss
@@ -129,7 +130,7 @@ class Reporter:
         )
         per_rank = operations / seconds / self.config.parallel.world_size
         return Throughput(
-            seconds_per_iteration=seconds / len(self._steps),
+            seconds_per_iteration=seconds / self._interval.steps,
             tokens_per_second=statistics.real_tokens / seconds,
             flops_per_rank=per_rank,
             mfu=per_rank / self.gemm_peak,
@@ -161,7 +162,7 @@ class Reporter:
         if self.writers:
             self._write_interval(iteration, statistics, speed, params_norm)
         self._report_documents(iteration)
-        self._steps.clear()
+        self._interval = Interval()
         self.skipped_iterations = self.nan_iterations = 0
         self._since = time.perf_counter()
 
@@ -184,10 +185,9 @@ class Reporter:
     ) -> str:
         """Upstream's line: its fields, in its order and formats."""
         train_iters = self.config.training.train_iters
-        last = self._steps[-1]
-        kept = self._kept()
-        loss_sum = sum(step.loss_sum for step in kept)
-        loss_count = sum(step.loss_count for step in kept)
+        interval = self._interval
+        last = interval.last
+        assert last is not None
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         parts = [
             f"[{now}] iteration {iteration:8d}/{train_iters:8d}",
@@ -202,12 +202,13 @@ class Reporter:
         parts += [
             f"global batch size: {last.samples:5d}",
         ]
-        if loss_count:
-            parts.append(f"lm loss: {loss_sum / loss_count:.6E}")
-        parts += [f"{name}: {mean:.6E}" for name, mean in self._other_means().items()]
-        for name in last.expert_losses.by_layer:
-            mean = sum(step.expert_losses.means()[name] for step in self._steps)
-            parts.append(f"{name}: {mean / len(self._steps):.6E}")
+        if interval.loss_count:
+            parts.append(f"lm loss: {interval.loss_sum / interval.loss_count:.6E}")
+        for name, (total, count) in interval.reports.items():
+            if count:
+                parts.append(f"{name}: {total / count:.6E}")
+        for name, total in interval.expert_losses.items():
+            parts.append(f"{name}: {total / interval.steps:.6E}")
         parts.append(f"loss scale: {last.loss_scale:.1f}")
         if last.grad_norm is not None:
             parts.append(f"grad norm: {last.grad_norm:.3f}")
@@ -221,23 +222,9 @@ class Reporter:
         ]
         return " " + " | ".join(parts) + " |"
 
-    def _kept(self) -> list[StepResult]:
-        """Steps whose losses are meant: not those that were left out for a NaN."""
-        return [step for step in self._steps if step.bad is None]
-
-    def _other_means(self) -> dict[str, float]:
-        """Whatever else the steps of the interval reported: sums over counts."""
-        means = {}
-        for name in self._steps[-1].reports:
-            total = sum(step.reports[name][0] for step in self._kept())
-            count = sum(step.reports[name][1] for step in self._kept())
-            if count:
-                means[name] = total / count
-        return means
-
     def _packing_line(self, statistics: BatchStatistics, speed: Throughput) -> str:
         """What the batches of the interval held, per iteration, and how fast they went by."""
-        steps = len(self._steps)
+        steps = self._interval.steps
         packs = max(statistics.packs, 1)
         parts = [
             f"segments per pack: {statistics.segments / packs:.1f}",
@@ -263,12 +250,12 @@ class Reporter:
         values = {
             "tokens-per-second": speed.tokens_per_second,
             "mfu": speed.mfu,
-            "data-time": statistics.data_seconds / len(self._steps),
+            "data-time": statistics.data_seconds / self._interval.steps,
             "packing/segments-per-pack": statistics.segments / max(statistics.packs, 1),
-            "packing/real-tokens": statistics.real_tokens / len(self._steps),
-            "packing/padded-tokens": statistics.padded_tokens / len(self._steps),
+            "packing/real-tokens": statistics.real_tokens / self._interval.steps,
+            "packing/padded-tokens": statistics.padded_tokens / self._interval.steps,
             "packing/fill": statistics.fill,
-            "packing/supervised-tokens": statistics.supervised_tokens / len(self._steps),
+            "packing/supervised-tokens": statistics.supervised_tokens / self._interval.steps,
         }
         if self.config.logging.log_timers_to_tensorboard:
             values["iteration-time"] = speed.seconds_per_iteration

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ def test_packing_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = _reporter()
-    reporter._steps += [OK, OK]
+    reporter.record(OK, 1, 8, 1e-3)
+    reporter.record(OK, 2, 16, 1e-3)
     reporter._since = 10.0
     monkeypatch.setattr("time.perf_counter", lambda: 14.0)
     speed = reporter._throughput(STATISTICS)
@@ -160,6 +162,18 @@ def test_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.flops_per_rank == (1000 * 100 + (60000 + 1000) // 2 * 10) / 4.0
     assert speed.mfu == speed.flops_per_rank / 1e9
     assert speed.data_share == 0.125
+
+
+def test_what_is_kept_of_steps_does_not_grow_with_them() -> None:
+    """A run whose log interval never ends would hold every step for ever."""
+    reporter = _reporter()
+    steps = [StepResult(1.0, 4.0, 1.25, None, True, reports={"mtp": (1.0, 2.0)}) for _ in range(64)]
+    for iteration, step in enumerate(steps, start=1):
+        reporter.record(step, iteration, 8 * iteration, 1e-3)
+    held = [weakref.ref(step) for step in steps]
+    steps.clear()
+    del step
+    assert sum(each() is not None for each in held) == 1  # the last one
 
 
 def test_the_clock_leaves_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +186,7 @@ def test_the_clock_leaves_evaluations_out(monkeypatch: pytest.MonkeyPatch) -> No
     now[0] = 50.0
     reporter.resume_clock(measured)
     now[0] = 51.0
-    reporter._steps.append(OK)
+    reporter.record(OK, 1, 8, 1e-3)
     assert reporter._throughput(STATISTICS).seconds_per_iteration == 3.0
 
 
