@@ -80,16 +80,17 @@ def _spellings(field: CoreField) -> tuple[str, ...]:
 
 def _declare(field: CoreField) -> Any:
     name = field.name
+    default = core_classes.DEFAULTS.get(name, field.default)
     replaced = core_classes.REPLACED.get(name)
     if replaced is not None:
-        replaced = Replaced(replaced.why, replaced.used, field.default, replaced.accelerators)
+        replaced = Replaced(replaced.why, replaced.used, default, replaced.accelerators)
     refused_on_cpu = core_classes.REFUSED_ON_CPU.get(name)
     refused = core_classes.REFUSED.get(name, refused_on_cpu)
     known = replaced or refused or name in core_classes.HONOURED
     return flag(
         _help(field),
         *_spellings(field),
-        default=field.default,
+        default=default,
         negative=field.value_type is bool and field.default is True,
         choices=field.choices,
         replaced=replaced,

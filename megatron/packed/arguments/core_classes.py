@@ -8,6 +8,7 @@ brought, is passed on to it, and the start-up table says that nobody here has tr
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from megatron.packed.arguments.declare import EVERYWHERE, Replaced
 
@@ -45,6 +46,7 @@ INTERNAL = _names(
     beta_fast beta_slow original_max_position_embeddings rope_type test_mode
     decoupled_weight_decay pin_cpu_grads pin_cpu_params store_param_remainders
     suggested_communication_unit_size preserve_fp32_weights gradient_reduce_div_fusion
+    num_buckets
     """
 )
 
@@ -54,12 +56,17 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "bucket_size": ("--ddp-bucket-size",),
     "pad_buckets_for_high_nccl_busbw": ("--ddp-pad-buckets-for-high-nccl-busbw",),
     "reduce_scatter_with_fp32_accumulation": ("--ddp-reduce-scatter-with-fp32-accumulation",),
+    "nccl_ub": ("--use-nccl-ub",),
+    "align_param_gather": ("--no-align-param-gather",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
     "fp8": ("--fp8-format",),
     "fp4": ("--fp4-format",),
     "overlap_p2p_comm_warmup_flush": ("--overlap-p2p-communication-warmup-flush",),
     "microbatch_group_size_per_vp_stage": ("--microbatch-group-size-per-virtual-pipeline-stage",),
 }
+
+# Upstream's default, where its parser has another than core's dataclass.
+DEFAULTS: Mapping[str, Any] = {"optimizer_offload_fraction": 1.0}
 
 _OVERLAP = "it moves when messages are sent, not what is computed"
 _BUFFERS = Replaced(
@@ -68,6 +75,9 @@ _BUFFERS = Replaced(
 _GRAPHS = "CUDA graphs replay the same kernels faster"
 _OFFLOAD = "it moves where activations wait, not what is computed"
 _SHARDING = "it says how replicas share memory, not what is computed"
+_INFERENCE = "it is about inference alone"
+_FLEX = Replaced("the libraries of flex need CUDA", "alltoall", None)
+_FUSED = Replaced("the fused kernel needs CUDA", "one product after another", None)
 
 
 def _everywhere(why: str, used: str) -> Replaced:
@@ -108,15 +118,15 @@ REPLACED: Mapping[str, Replaced] = {
         "gradients are sums, divided once by the counted tokens", "sum, then division"
     ),
     "align_param_gather": Replaced("nothing is gathered ahead on a CPU", "no alignment", None),
-    "bucket_size": Replaced("nothing overlaps on a CPU", "one bucket", None),
-    "pad_buckets_for_high_nccl_busbw": Replaced("nccl needs CUDA", "no padding", None),
+    "bucket_size": Replaced(
+        "buckets are for overlap, and a CPU reduces after the backward pass", "one bucket", None
+    ),
     "reduce_scatter_with_fp32_accumulation": _everywhere(
         "gradients are reduced in fp32 throughout", "fp32 reduction"
     ),
     "overlap_param_gather_with_optimizer_step": _everywhere(
         _OVERLAP, "gather after the optimizer step"
     ),
-    "num_buckets": Replaced("nothing overlaps on a CPU", "one bucket", None),
     "high_priority_a2a_comm_stream": Replaced("a CPU has no streams", "one queue", None),
     "enable_cuda_graph": _everywhere(_GRAPHS, "kernel by kernel"),
     "external_cuda_graph": _everywhere(_GRAPHS, "kernel by kernel"),
@@ -156,6 +166,62 @@ REPLACED: Mapping[str, Replaced] = {
     "fsdp_double_buffer": _everywhere(_SHARDING, "DistributedDataParallel"),
     "fsdp_manual_registration": _everywhere(_SHARDING, "DistributedDataParallel"),
     "disable_symmetric_registration": _everywhere(_SHARDING, "DistributedDataParallel"),
+    # New with 0.17 to 0.19.
+    **dict.fromkeys(
+        _names(
+            """
+            fsdp_db_use_persist_buf_on_alloc_fail fsdp_all_gather_in_start_param_sync
+            megatron_fsdp_use_decoupled_grad megatron_fsdp_cuda_graph_mode
+            megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
+            """
+        ),
+        _everywhere(_SHARDING, "DistributedDataParallel"),
+    ),
+    **dict.fromkeys(
+        _names(
+            """
+            moe_flex_dispatcher_num_sms moe_permute_fusion_into_hybridep
+            moe_hybridep_pad_uneven_dispatch_inputs moe_hybridep_num_blocks_permute
+            moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing
+            moe_ncclep_static_shape moe_ncclep_zero_copy
+            """
+        ),
+        _FLEX,
+    ),
+    **dict.fromkeys(
+        _names(
+            """
+            moe_pad_experts_for_cuda_graph_inference nccl_all_reduce_for_prefill
+            inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
+            inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+            """
+        ),
+        _everywhere(_INFERENCE, "nothing"),
+    ),
+    **dict.fromkeys(
+        _names(
+            """
+            moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+            moe_paged_stash_buffer_size_factor_cpu
+            """
+        ),
+        _everywhere(_OFFLOAD, "activations stay"),
+    ),
+    "mlp_chunks_for_training": _everywhere("it saves memory alone", "the sequence in one piece"),
+    "overlap_dispatch_backward_with_experts_wgrad": _everywhere(_OVERLAP, "exchange, then compute"),
+    "optimizer_cuda_graph": _everywhere(_GRAPHS, "kernel by kernel"),
+    "use_layer_wise_distributed_optimizer": _everywhere(
+        _SHARDING, "as --optimizer dist_muon shares Muon's state"
+    ),
+    "use_grouped_gemm_for_shared_expert": _FUSED,
+    "use_grouped_gemm_for_dense_mlp": _FUSED,
+    "moe_single_grouped_weight": _everywhere(
+        "it says how weights are stored, not what is computed", "weights of each expert"
+    ),
+    "moe_single_grouped_bias": _everywhere(
+        "it says how biases are stored, not what is computed", "biases of each expert"
+    ),
+    "dsa_kernel_backend": _FUSED,
 }
 
 _LOGITS = (
@@ -163,6 +229,18 @@ _LOGITS = (
     "(--qk-layernorm bounds them)"
 )
 _FP4 = "fp4 rounds every matrix product and needs a Blackwell GPU; train with --bf16"
+_SHARDS = (
+    "weights are cut by tensor parallelism alone here; leave it out, and shard the optimizer's "
+    "state with --use-distributed-optimizer"
+)
+_INTERLEAVED = (
+    "it stores gates and linear units in turns, so that checkpoints fit this setting alone; "
+    "leave it out"
+)
+_OTHER_OPTIMIZER = (
+    "it belongs to an optimizer that isn't offered here; leave it out, see --optimizer"
+)
+_HYBRID = "layers of another kind in predictions aren't part of this build; leave it out"
 _KITCHEN = "the kitchen package isn't part of this build; leave it out"
 
 REFUSED: Mapping[str, str] = {
@@ -181,12 +259,49 @@ REFUSED: Mapping[str, str] = {
         "the layout of a pack is chosen by --cp-comm-type here, which balances packs of any "
         "lengths; leave it out"
     ),
-    "use_precision_aware_optimizer": (
-        "optimizer states are kept in fp32 here; leave it out, or shard them with "
-        "--use-distributed-optimizer"
-    ),
     "reuse_grad_buf_for_mxfp8_param_ag": "it belongs to mxfp8 parameters; leave it out",
     "batch_invariant_mode": "its kernels are for inference; leave it out",
+    # New with 0.17 to 0.19.
+    "tensor_parallel_num_weight_shards": _SHARDS,
+    "expert_tensor_parallel_num_weight_shards": _SHARDS,
+    "mtp_use_repeated_layer": (
+        "each of --mtp-num-layers predictions has a layer of its own here, and one layer for all "
+        "is another model; leave it out"
+    ),
+    "mtp_hybrid_override_pattern": _HYBRID,
+    "mup_width_mult": (
+        "it follows from --hidden-size and --mup-base-hidden-size; leave it out, and give those"
+    ),
+    "fp8_output_proj": (
+        "it rounds the logits, whose losses are exact here; leave it out, the output layer stays "
+        "in the model's precision"
+    ),
+    "moe_shared_expert_glu_interleave_size": _INTERLEAVED,
+    "moe_mlp_glu_interleave_size": _INTERLEAVED,
+    "moe_router_quantile_balancing_ema": (
+        "balancing by quantiles isn't offered here; leave it out, see "
+        "--moe-router-load-balancing-type"
+    ),
+    "moe_router_force_biased": (
+        "it adds random numbers to the router's logits, to time kernels; leave it out"
+    ),
+    "moe_expert_rank_capacity_factor": (
+        "it drops tokens by the process that holds their expert, so that every layout would train "
+        "another model; use --moe-expert-capacity-factor instead"
+    ),
+    "muon_coefficient_type": (
+        "Muon's series has the coefficients that are called quintic; leave it out"
+    ),
+    "muon_scalar_optimizer": ("what Muon leaves to another optimizer is Adam's here; leave it out"),
+    **dict.fromkeys(
+        _names(
+            """
+            lion_beta1 lion_beta2 soap_shampoo_beta soap_precondition_frequency
+            soap_use_kl_shampoo adaptive_muon_moment2_method adaptive_muon_beta2 adaptive_muon_eps
+            """
+        ),
+        _OTHER_OPTIMIZER,
+    ),
 }
 
 # A CPU has no fp8 arithmetic, and leaving it out changes every product.
@@ -198,7 +313,8 @@ REFUSED_ON_CPU: Mapping[str, str] = {
 }
 
 # Passed on to megatron-core, which honours them in plain torch on every device; those of fp8 have
-# no meaning without --fp8-format.
+# no meaning without --fp8-format, and those of DSA none without the variant of that name, which is
+# refused.
 HONOURED = _names(
     """
     check_for_large_grads
@@ -206,6 +322,9 @@ HONOURED = _names(
     linear_num_value_heads
     dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff
     dsa_indexer_use_sparse_loss
+    dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_rope_interleaved
+    dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon
+    dsa_indexer_k_norm_fp32 mtp_detach_heads pad_buckets_for_high_nccl_busbw
     fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
     fp8_param_gather first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     fp4_recipe

@@ -9,6 +9,10 @@ from megatron.packed.arguments.declare import EVERYWHERE, Replaced, flag
 
 _MIXED = "mixed precision"
 _MUON = "muon"
+_FEWER_BITS = (
+    "fewer bits train another model, and the optimizer that keeps them, TransformerEngine's, needs "
+    "CUDA; leave it out"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +47,48 @@ class OptimizerConfig:
     grad_reduce_in_bf16: bool = flag(
         "With --bf16, accumulate and reduce gradients in bf16.", default=False, section=_MIXED
     )
+    use_precision_aware_optimizer: bool = flag(
+        "Keep gradients, weights and states of Adam in the types of the flags below.",
+        default=False,
+        section=_MIXED,
+        replaced=Replaced(
+            "with all of them in fp32 it computes what the plain optimizer does",
+            "the plain distributed optimizer",
+            False,
+        ),
+    )
+    main_grads_dtype: str = flag(
+        "Type of gradients for --use-precision-aware-optimizer.",
+        default="fp32",
+        choices=("fp32", "bf16"),
+        section=_MIXED,
+        refused=_FEWER_BITS,
+        refused_on=("cpu",),
+    )
+    main_params_dtype: str = flag(
+        "Type of the optimizer's own weights for --use-precision-aware-optimizer.",
+        default="fp32",
+        choices=("fp32", "fp16"),
+        section=_MIXED,
+        refused=_FEWER_BITS,
+        refused_on=("cpu",),
+    )
+    exp_avg_dtype: str = flag(
+        "Type of Adam's first moment for --use-precision-aware-optimizer.",
+        default="fp32",
+        choices=("fp32", "fp16", "bf16", "fp8"),
+        section=_MIXED,
+        refused=_FEWER_BITS,
+        refused_on=("cpu",),
+    )
+    exp_avg_sq_dtype: str = flag(
+        "Type of Adam's second moment for --use-precision-aware-optimizer.",
+        default="fp32",
+        choices=("fp32", "fp16", "bf16", "fp8"),
+        section=_MIXED,
+        refused=_FEWER_BITS,
+        refused_on=("cpu",),
+    )
 
     decoupled_lr: float | None = flag(
         "Peak learning rate of the embedding and the output layer.", at_least=0.0
@@ -63,7 +109,7 @@ class OptimizerConfig:
     )
 
     muon_momentum: float = flag(
-        "Momentum of Muon.", default=0.95, at_least=0.0, below=1.0, section=_MUON
+        "Momentum of Muon.", default=0.9, at_least=0.0, below=1.0, section=_MUON
     )
     muon_split_qkv: bool = flag(
         "Let Muon take the queries', keys' and values' projection as one matrix.",
@@ -72,7 +118,13 @@ class OptimizerConfig:
         negative=True,
         section=_MUON,
     )
-    muon_use_nesterov: bool = flag("Nesterov's momentum in Muon.", default=False, section=_MUON)
+    muon_use_nesterov: bool = flag(
+        "Nesterov's momentum in Muon.",
+        "--muon-use-nesterov",
+        "--muon-nesterov",
+        default=False,
+        section=_MUON,
+    )
     muon_scale_mode: str = flag(
         "Scale of Muon's update by the matrix's shape.",
         default="spectral",

@@ -61,6 +61,13 @@ class ParallelConfig:
         default=False,
         replaced=Replaced("the CPU does both jobs", "gather after the optimizer step", False),
     )
+    ddp_num_buckets: int | None = flag(
+        "Buckets of gradients that --overlap-grad-reduce reduces one by one.",
+        at_least=1,
+        replaced=Replaced(
+            "buckets are for overlap, and a CPU reduces after the backward pass", "one bucket", None
+        ),
+    )
     distributed_backend: str = flag(
         "Communication library.",
         default="nccl",

@@ -179,6 +179,11 @@ def wrap_for_training(
     if config.training.bf16 or config.training.fp16:
         model = Float16Module(transformer_config, model)
     overlap = config.parallel.overlap_grad_reduce
+    fields = dataclasses.fields(DistributedDataParallelConfig)
+    core = config.core_values(field.name for field in fields)
+    buckets = config.parallel.ddp_num_buckets
+    if buckets is not None:
+        core["bucket_size"] = sum(p.numel() for p in model.parameters()) // buckets
     return DistributedDataParallel(
         config=transformer_config,
         ddp_config=DistributedDataParallelConfig(
@@ -192,9 +197,7 @@ def wrap_for_training(
             # The training step looks itself, and tells every rank: core's own check raises on the
             # rank that has the NaN while its peers wait in a collective.
             check_for_nan_in_grad=False,
-            **config.core_values(
-                field.name for field in dataclasses.fields(DistributedDataParallelConfig)
-            ),
+            **core,
         ),
         module=model,
         # Backward ends with the first chunk, the only one whose gradients come in pieces.

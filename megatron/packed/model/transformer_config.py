@@ -161,12 +161,13 @@ def _experts(config: Config) -> dict[str, Any]:
         "moe_layer_recompute",
         "moe_per_layer_logging",
     )
+    processors = {"deepep": moe.moe_deepep_num_sms, "hybridep": moe.moe_hybridep_num_sms}
+    settings = dispatcher_settings(moe.moe_flex_dispatcher_backend, processors)
+    if config.is_given("moe_flex_dispatcher_num_sms"):  # the one spelling of newer generations
+        settings = {}
     return {
         **{name: getattr(moe, name) for name in same_name},
-        **dispatcher_settings(
-            moe.moe_flex_dispatcher_backend,
-            {"deepep": moe.moe_deepep_num_sms, "hybridep": moe.moe_hybridep_num_sms},
-        ),
+        **settings,
         "num_moe_experts": moe.num_experts,
         "moe_layer_freq": [int(each) for each in moe.expert_layers(config.model.num_layers)],
         "moe_router_load_balancing_type": _one_or_list(moe.moe_router_load_balancing_type),

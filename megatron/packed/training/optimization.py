@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -12,11 +14,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.packed.accelerator import Accelerator
 from megatron.packed.arguments import Config
+from megatron.packed.errors import ConfigurationError
 from megatron.packed.model.transformer_config import params_dtype
 from megatron.packed.model.width_transfer import optimizer_overrides
 from megatron.packed.training.groups import tell_groups_apart
 from megatron.packed.training.loss_scale import share_loss_scale
 from megatron.packed.training.muon_chain import build_muon
+
+# fp8 is bytes with a scale beside them.
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.uint8,
+}
 
 
 def build_optimizer(
@@ -67,8 +78,28 @@ def core_optimizer_config(config: Config) -> OptimizerConfig:
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        **_precision(config),
         **config.core_values(field.name for field in dataclasses.fields(OptimizerConfig)),
     )
+
+
+def _precision(config: Config) -> dict[str, Any]:
+    """Types of what the optimizer keeps; none where they are fp32.
+
+    Raises:
+        ConfigurationError: They need TransformerEngine's optimizer, which isn't installed.
+    """
+    options = config.optimizer_options
+    if not options.use_precision_aware_optimizer:
+        return {}
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigurationError(
+            "--use-precision-aware-optimizer: the package transformer_engine isn't installed; "
+            "install megatron-packed[gpu], or leave the flag out to keep every state in fp32"
+        )
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    types = {name: _DTYPES[getattr(options, name)] for name in names}
+    return {"use_precision_aware_optimizer": True, **types}
 
 
 def _fuse_updates(optimizer: MegatronOptimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_AWARE = "--use-precision-aware-optimizer"
 _INSTANCES = "--num-distributed-optimizer-instances "
 
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
@@ -12,6 +13,31 @@ BROKEN_OPTIMIZER = [
         "precision",
         "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
         "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32: exclude",
+        1,
+    ),
+    (
+        "optimizer_precision",
+        "--exp-avg-dtype bf16",
+        f"--exp-avg-dtype bf16: needs {_AWARE}; add it or leave this out",
+        1,
+    ),
+    ("optimizer_precision", _AWARE, f"{_AWARE}: needs --use-distributed-optimizer", 1),
+    (
+        "optimizer_precision",
+        f"{_AWARE} --optimizer sgd",
+        f"{_AWARE}: is an Adam, and --optimizer is sgd",
+        1,
+    ),
+    (
+        "optimizer_precision",
+        f"{_AWARE} --use-distributed-optimizer --main-grads-dtype bf16 --bf16",
+        "--main-grads-dtype bf16: needs --bf16 and --grad-reduce-in-bf16",
+        1,
+    ),
+    (
+        "gradient_buckets",
+        "--ddp-num-buckets 2 --ddp-bucket-size 1000",
+        "--ddp-num-buckets 2 and --ddp-bucket-size 1000: exclude each other",
         1,
     ),
     ("loss_scale", "--loss-scale 8", "--loss-scale 8: needs --fp16 or --bf16", 1),

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.packed.arguments import all_specs, config_from_flags, core_classes
 from megatron.packed.arguments.core import build_core_group
 from megatron.packed.arguments.core_fields import core_fields, read_dataclass
 from megatron.packed.arguments.declare import flag_specs
 from megatron.packed.errors import ConfigurationError
+from megatron.packed.training.optimization import core_optimizer_config
 
 from .flags import MINIMAL
 
@@ -143,6 +146,19 @@ def test_the_tables_name_no_field_twice() -> None:
     assert len(names) == len(set(names))
 
 
+def test_every_setting_of_the_installed_core_has_a_class() -> None:
+    """A new core's settings are passed on with a word, until somebody has read what they do."""
+    assert [spec.name for spec in all_specs().values() if spec.passed_on] == []
+
+
+def test_defaults_are_those_of_upstreams_parser() -> None:
+    assert all_specs()["optimizer_offload_fraction"].default == 1.0
+    flags = f"{MINIMAL} --optimizer-offload-fraction "
+    assert config_from_flags(flags + "1.0").replacements == ()
+    (row,) = config_from_flags(flags + "0.5").replacements
+    assert row.used == "as it is"
+
+
 @pytest.mark.parametrize("name", sorted(core_classes.REFUSED))
 def test_every_refusal_says_why_and_what_to_do(name: str) -> None:
     if name not in all_specs():
@@ -165,7 +181,8 @@ def test_every_replacement_is_listed(name: str) -> None:
     if spec.takes_value:
         others = [choice for choice in spec.choices if choice != spec.default]
         value = others[0] if others else "core_attn" if spec.value_type is str else "1"
-        value = "0.5" if spec.default == 1 else value
+        if spec.default == 1:
+            value = "0.5" if spec.value_type is float else "2"
     config = config_from_flags(f"{MINIMAL} {spec.name} {value}")
     rows = [listed for listed in config.replacements if listed.flag == spec.name]
     if spec.negative:  # turns off what isn't there
@@ -209,3 +226,63 @@ def test_no_setting_is_both_passed_on_and_set_by_hand(path: str, function: str) 
     assert len(by_hand) > 4
     automatic = {spec.dest for spec in all_specs().values() if spec.group == "core"}
     assert not automatic & by_hand
+
+
+PRECISION_AWARE = f"{MINIMAL} --use-precision-aware-optimizer --use-distributed-optimizer"
+
+
+def test_a_precision_aware_optimizer_in_fp32_is_the_plain_one() -> None:
+    config = config_from_flags(f"{PRECISION_AWARE} --exp-avg-dtype fp32")
+    (row,) = config.replacements
+    assert (row.flag, row.used) == (
+        "--use-precision-aware-optimizer",
+        "the plain distributed optimizer",
+    )
+    assert core_optimizer_config(config) == core_optimizer_config(
+        config_from_flags(f"{MINIMAL} --use-distributed-optimizer")
+    )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--exp-avg-dtype bf16", "--exp-avg-sq-dtype fp8", "--main-params-dtype fp16"]
+    + ["--main-grads-dtype bf16 --bf16 --grad-reduce-in-bf16"],
+)
+def test_states_of_fewer_bits_are_refused_where_no_optimizer_keeps_them(flags: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        config_from_flags(f"{PRECISION_AWARE} {flags}")
+    name_and_value = " ".join(flags.split()[:2])
+    assert str(caught.value).startswith(f"{name_and_value} is refused: fewer bits train another")
+
+
+def test_states_of_fewer_bits_reach_core_where_its_optimizer_is(monkeypatch) -> None:
+    flags = f"{PRECISION_AWARE} --bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8 "
+    config = config_from_flags(flags + "--main-params-dtype fp16", accelerator="cuda")
+    assert config.replacements == ()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="the package transformer_engine isn't installed"):
+        core_optimizer_config(config)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(
+        "megatron.packed.training.optimization.OptimizerConfig", types.SimpleNamespace
+    )
+    monkeypatch.setattr("dataclasses.fields", lambda of: ())
+    found = core_optimizer_config(config)
+    assert found.use_precision_aware_optimizer
+    assert (found.main_grads_dtype, found.main_params_dtype) == (torch.float32, torch.float16)
+    assert (found.exp_avg_dtype, found.exp_avg_sq_dtype) == (torch.bfloat16, torch.uint8)
+
+
+def test_buckets_of_gradients_reach_core_where_they_overlap() -> None:
+    flags = f"{MINIMAL} --use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw"
+    config = config_from_flags(f"{flags} --ddp-num-buckets 3")
+    assert config.core_values(["pad_buckets_for_high_nccl_busbw"]) == {
+        "pad_buckets_for_high_nccl_busbw": True
+    }
+    (row,) = config.replacements
+    assert (row.flag, row.asked, row.used) == ("--ddp-num-buckets", "3", "one bucket")
+    assert config.parallel.ddp_num_buckets is None
+    config = config_from_flags(f"{flags} --ddp-bucket-size 100", accelerator="cuda")
+    assert config.core_values(["bucket_size"]) == {"bucket_size": 100}
+    config = config_from_flags(f"{flags} --ddp-num-buckets 3", accelerator="cuda")
+    assert config.parallel.ddp_num_buckets == 3

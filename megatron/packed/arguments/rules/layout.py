@@ -109,6 +109,14 @@ def muon(config: Config) -> Iterator[str]:
         )
 
 
+def gradient_buckets(config: Config) -> Iterator[str]:
+    count, size = config.parallel.ddp_num_buckets, config.get("bucket_size")
+    if count is not None and size is not None:
+        yield (
+            f"--ddp-num-buckets {count} and --ddp-bucket-size {size}: exclude each other; keep one"
+        )
+
+
 RULES = (
     launcher_rank,
     world_size,
@@ -118,4 +126,5 @@ RULES = (
     distributed_optimizer,
     distributed_optimizer_instances,
     muon,
+    gradient_buckets,
 )

@@ -27,6 +27,27 @@ def precision(config: Config) -> Iterator[str]:
         )
 
 
+def optimizer_precision(config: Config) -> Iterator[str]:
+    options = config.optimizer_options
+    name = "--use-precision-aware-optimizer"
+    if not options.use_precision_aware_optimizer:
+        for dest in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if (value := getattr(options, dest)) != "fp32":
+                yield f"--{dest.replace('_', '-')} {value}: needs {name}; add it or leave this out"
+        return
+    if not config.parallel.use_distributed_optimizer and config.optimization.optimizer != "adam":
+        yield (
+            f"{name}: is an Adam, and --optimizer is {config.optimization.optimizer}; leave one out"
+        )
+    elif not config.parallel.use_distributed_optimizer:
+        yield f"{name}: needs --use-distributed-optimizer; add it or leave this out"
+    if options.main_grads_dtype == "bf16" and not options.grad_reduce_in_bf16:
+        yield (
+            "--main-grads-dtype bf16: needs --bf16 and --grad-reduce-in-bf16, or gradients are "
+            "accumulated in fp32"
+        )
+
+
 def loss_scale(config: Config) -> Iterator[str]:
     scale = config.optimizer_options
     if scale.loss_scale is not None and not (config.training.fp16 or config.training.bf16):
@@ -172,6 +193,7 @@ def weight_decay(config: Config) -> Iterator[str]:
 
 RULES = (
     precision,
+    optimizer_precision,
     loss_scale,
     recompute,
     recomputed_modules,
