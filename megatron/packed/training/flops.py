@@ -3,7 +3,8 @@
 Counts model operations only (no recomputation, no padding): a multiply-add is two operations,
 the backward pass of a product costs twice its forward pass. Attention is counted as what causal
 attention inside each segment needs, the sum over segments of l(l+1)/2 pairs, never as the square
-of the pack length.
+of the pack length. A recurrence in place of attention has no pairs: it is counted token by token,
+as upstream counts it (`num_floating_point_operations` of megatron/training/training.py).
 """
 
 from __future__ import annotations
@@ -53,10 +54,16 @@ class FlopsCounter:
         windows += windows[-1:] * deeper
         per_token = (1 + deeper) * model.hidden_size * padded_vocab_size
         per_token += deeper * 2 * model.hidden_size**2
+        linear = config.linear_attention.linear_layers(model.num_layers)
+        linear += (False,) * deeper  # predictions attend
         pairs = narrow = 0
         for number, (experts, window) in enumerate(zip(layers, windows, strict=True)):
             if shapes is None:
-                attention, pair = _attention_products(config)
+                attention, pair = (
+                    (_recurrence_products(config), 0)
+                    if linear[number]
+                    else _attention_products(config)
+                )
                 products = attention + _feed_forward_products(config, experts)
             else:
                 products, pair = _products_of(shapes[number], config)
@@ -143,6 +150,22 @@ def _attention_products(config: Config) -> tuple[int, int]:
     products += hidden * (rank + attention.qk_pos_emb_head_dim)
     products += rank * (heads * attention.qk_head_dim + value)
     return products + value * hidden, query + value
+
+
+def _recurrence_products(config: Config) -> int:
+    """Multiply-adds of a token in one layer of Gated DeltaNet.
+
+    Of the rule itself, a token and head of values take three products of the state with a key or a
+    query (what the key reads, the correction, what the query reads) and one of keys among
+    themselves.
+    """
+    key, value = config.get("linear_key_head_dim"), config.get("linear_value_head_dim")
+    heads = config.get("linear_num_value_heads")
+    keys, values = config.get("linear_num_key_heads") * key, heads * value
+    hidden = config.model.hidden_size
+    projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
+    convolution = config.get("linear_conv_kernel_dim") * (2 * keys + values)
+    return projections + convolution + heads * (key * key + 3 * key * value)
 
 
 def measure_gemm_peak(

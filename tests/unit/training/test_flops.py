@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 
@@ -9,8 +10,9 @@ import torch
 
 from megatron.packed.training.flops import FlopsCounter, attended_pairs, measure_gemm_peak
 
-from .flags import config
+from . import flags as command_lines
 
+config = functools.cache(command_lines.config)
 PADDED_VOCAB = 128
 
 
@@ -23,6 +25,9 @@ def _brute_force(flags: str, lengths: list[int]) -> int:
         for position in range(length):
             for layer in range(model.num_layers):
                 attend = _latent_heads if "latent" in flags else _plain_heads
+                if "gated_delta_net" in flags and (layer + 1) % 2:
+                    total += _recurrence(flags) + _feed_forward(flags, layer)
+                    continue
                 narrow = "window" in flags and ("skip" not in flags or layer % 2 == 0)
                 total += attend(flags, min(position + 1, 4) if narrow else position + 1)
                 total += _feed_forward(flags, layer)
@@ -34,7 +39,7 @@ def _feed_forward(flags: str, layer: int) -> int:
     """One token through a layer's dense or chosen experts."""
     model = config(flags).model
     matrices, hidden = 3 if "glu" in flags else 2, model.hidden_size
-    if "experts" not in flags or ("freq" in flags and layer == 0):
+    if "experts" not in flags or ("moe-layer-freq" in flags and layer == 0):
         return matrices * 2 * hidden * model.ffn_hidden_size
     total = 0
     for _ in range(4):
@@ -75,6 +80,27 @@ def _latent_heads(flags: str, keys: int) -> int:
     return total
 
 
+def _recurrence(flags: str) -> int:
+    """One token through Gated DeltaNet with the widths of `LINEAR`; the state is 6 by 10."""
+    hidden = config(flags).model.hidden_size
+    total = 0
+    for _ in range(2):  # heads of keys: a query and a key, each channel through 3 taps
+        total += 2 * (2 * hidden * 6 + 2 * 6 * 3)
+    for _ in range(4):  # heads of values: value, gate, decay, beta; only the value is filtered
+        total += 2 * hidden * (10 + 10 + 1 + 1) + 2 * 10 * 3
+        total += 2 * 6 * 6  # the key with itself
+        total += 2 * 6 * 10  # what the state holds for the key
+        total += 2 * 6 * 10  # its correction, key by value
+        total += 2 * 6 * 10  # what the query reads
+        total += 2 * 10 * hidden
+    return total
+
+
+LINEAR = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 "
+    "--linear-value-head-dim 10 --linear-conv-kernel-dim 3 "
+)
 LATENT = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 6 "
     "--v-head-dim 14 --num-layers 2 "
@@ -100,6 +126,8 @@ EXPERTS = "--num-experts 4 --moe-router-topk 3 --moe-ffn-hidden-size 24 --disabl
         EXPERTS + "--moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
         LATENT,
         LATENT + "--q-lora-rank 20",
+        LINEAR,
+        LINEAR + EXPERTS,
     ],
 )
 @pytest.mark.parametrize("lengths", [[1], [7], [3, 1, 5, 1], []])
@@ -108,6 +136,27 @@ def test_count_equals_brute_force(flags: str, lengths: list[int]) -> None:
     tokens, squares = sum(lengths), sum(length**2 for length in lengths)
     narrow = attended_pairs(np.array(lengths, dtype=np.int64), 3)
     assert counter.count(tokens, squares, narrow) == _brute_force(flags, lengths)
+
+
+def test_a_recurrence_of_square_states_counts_as_upstreams() -> None:
+    """Its formula, num_floating_point_operations, knows the width of values alone."""
+    hidden, width, keys, values, taps = 64, 8, 2, 4, 4
+    flags = LINEAR.replace("-dim 6", "-dim 8").replace("-dim 10", "-dim 8")
+    flags = flags.replace("freq 2", "freq ([1]*4)").replace("kernel-dim 3", "kernel-dim 4")
+    term = hidden * 2 * (keys * width + values * width + values)
+    term += taps * (2 * keys * width + values * width)
+    term += values * width**2 * 4 + hidden * values * width
+    dense = 2 * hidden * 4 * hidden
+    counter = FlopsCounter.from_config(config(flags), PADDED_VOCAB)
+    assert counter.per_token == 6 * (4 * (term + dense) + hidden * PADDED_VOCAB)
+    assert counter.per_pair == 0
+
+
+def test_predictions_after_a_recurrence_attend() -> None:
+    flags = LINEAR.replace("freq 2", "freq ([1]*4)")
+    plain = FlopsCounter.from_config(config(flags), PADDED_VOCAB)
+    deeper = FlopsCounter.from_config(config(flags + "--mtp-num-layers 1"), PADDED_VOCAB)
+    assert (plain.per_pair, deeper.per_pair) == (0, 6 * 2 * 64)
 
 
 def test_attention_follows_segments_not_the_pack() -> None:
