@@ -233,6 +233,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     group.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help="TikTokenizer's.")
     group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, help="Its number.")
     group.add_argument("--tiktoken-special-tokens", nargs="+", help="Their names.")
+    group.add_argument(
+        "--tokenizer-special-tokens", nargs="+", help="The same.", dest="special_tokens"
+    )
+    group.add_argument(
+        "--tokenizer-hf-no-include-special-tokens",
+        action="store_true",
+        help="Leave out what HuggingFaceTokenizer's own files add to texts, such as BOS.",
+    )
+    group.add_argument("--null-tokenizer-eod-id", type=int, help="EOD of NullTokenizer.")
     group.add_argument("--vocab-size", type=int, help="Ids of NullTokenizer, EOD not counted.")
     group.add_argument("--eod-token", help="EOD, if the tokenizer's own files don't name it.")
     group.add_argument(

@@ -44,6 +44,13 @@ class CheckpointConfig:
     use_checkpoint_args: bool = flag(
         "Take the model's flags from the checkpoint in --load.", default=False
     )
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        "Keep --tokenizer-model with --use-checkpoint-args, whatever the checkpoint says.",
+        "--no-use-tokenizer-model-from-checkpoint-args",
+        "--disable-use-tokenizer-model-from-checkpoint-args",
+        default=True,
+        negative=True,
+    )
     use_mp_args_from_checkpoint_args: bool = flag(
         "Take tensor- and pipeline-parallel sizes from the checkpoint, too.", default=False
     )

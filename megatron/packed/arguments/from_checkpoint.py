@@ -14,8 +14,16 @@ from megatron.packed.json_text import read_json
 ARGUMENTS = "arguments.json"
 CHECKPOINT = "checkpoint"
 _GROUPS = ("model", "attention", "moe")
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
-_OTHERS = ("seq_length", "mtp_num_layers", "make_vocab_size_divisible_by")
+_TOKENIZER = (
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+    *("special_tokens", "null_tokenizer_eod_id", "tokenizer_hf_no_include_special_tokens"),
+    *("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+    "vocab_extra_ids",
+)
+_OTHERS = (
+    *("seq_length", "mtp_num_layers", "make_vocab_size_divisible_by"),
+    *("padded_vocab_size", "pad_vocab_size"),
+)
 _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -43,6 +51,8 @@ def with_checkpoint_arguments(config: Config) -> Config:
     wanted |= {*_TOKENIZER, *_OTHERS}
     if flags.use_mp_args_from_checkpoint_args:
         wanted |= set(_PARALLEL)
+    if not flags.use_tokenizer_model_from_checkpoint_args:
+        wanted.discard("tokenizer_model")
     taken = {}
     for dest in wanted & stored.keys() & all_specs().keys():
         if stored[dest] is not None and not all_specs()[dest].environment:

@@ -46,6 +46,12 @@ class TokenizerOptions(Protocol):
     def tiktoken_num_special_tokens(self) -> int: ...
     @property
     def tiktoken_special_tokens(self) -> Sequence[str] | None: ...
+    @property
+    def special_tokens(self) -> Sequence[str] | None: ...
+    @property
+    def null_tokenizer_eod_id(self) -> int | None: ...
+    @property
+    def tokenizer_hf_no_include_special_tokens(self) -> bool: ...
 
 
 class PackedTokenizer(ABC):
@@ -128,18 +134,20 @@ class ByteTokenizer(PackedTokenizer):
 class NullTokenizer(PackedTokenizer):
     """Texts that are ids already, separated by blanks. For benchmarks and tests.
 
-    Ids 0..N-1 come from `--vocab-size N`; EOD is one more id, N, as in upstream.
+    Ids 0..N-1 come from `--vocab-size N`; EOD is one more id, N, as in upstream up to 0.16, or one
+    of the others.
 
     Source: megatron/core/tokenizers/text/libraries/null_tokenizer.py
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size + 1
-        self.eod = vocab_size
-        self.pad = vocab_size
+    def __init__(self, vocab_size: int, eod: int | None = None) -> None:
+        self.eod = self.pad = vocab_size if eod is None else eod
+        self.vocab_size = max(vocab_size, self.eod + 1)
         self.unique_identifiers = OrderedDict(
             {"class": "NullTokenizer", "vocab_size": self.vocab_size}
         )
+        if self.eod != self.vocab_size - 1:
+            self.unique_identifiers["eod"] = self.eod
 
     def tokenize(self, text: str) -> list[int]:
         """The integers in `text`.
@@ -178,12 +186,15 @@ class HuggingFaceTokenizer(PackedTokenizer):
         model: a tokenizer.json, or a folder that holds one.
         eod_token: the document separator; None takes `eos_token` of tokenizer_config.json, else
             `<|endoftext|>` or `</s>` where the vocabulary has it.
+        adds_special_tokens: False leaves out what the post-processor adds.
 
     Raises:
         DataError: if the file is missing or malformed, or no EOD can be found.
     """
 
-    def __init__(self, model: str | Path, eod_token: str | None = None) -> None:
+    def __init__(
+        self, model: str | Path, eod_token: str | None = None, adds_special_tokens: bool = True
+    ) -> None:
         self._path = path = _tokenizer_json(Path(model))
         self._tokenizer = _read_tokenizer_json(path)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -203,6 +214,9 @@ class HuggingFaceTokenizer(PackedTokenizer):
                 "eod": self.eod,
             }
         )
+        self._adds_special_tokens = adds_special_tokens
+        if not adds_special_tokens:
+            self.unique_identifiers["adds_special_tokens"] = False
 
     @property
     def inv_vocab(self) -> dict[int, str]:
@@ -214,15 +228,17 @@ class HuggingFaceTokenizer(PackedTokenizer):
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of `text`."""
+        adds = self._adds_special_tokens
         with self._complaints():
-            return self._tokenizer.encode(encodable(text)).ids
+            return self._tokenizer.encode(encodable(text), add_special_tokens=adds).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts in one call of the library."""
         # encode_batch_fast leaves out the character offsets, which nothing here reads.
         clean = [encodable(text) for text in texts]
+        encode, adds = self._tokenizer.encode_batch_fast, self._adds_special_tokens
         with self._complaints():
-            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(clean)]
+            return [encoding.ids for encoding in encode(clean, add_special_tokens=adds)]
 
     def tokenize_chat(self, text: str) -> list[int]:
         """Ids of `text` without what the post-processor adds."""
@@ -261,7 +277,7 @@ def _build_null(options: TokenizerOptions) -> PackedTokenizer:
             f"--tokenizer-type NullTokenizer needs --vocab-size of at least 1, "
             f"got {options.vocab_size}; give --vocab-size N for ids 0..N-1 (EOD becomes N)"
         )
-    return NullTokenizer(options.vocab_size)
+    return NullTokenizer(options.vocab_size, options.null_tokenizer_eod_id)
 
 
 def _build_hugging_face(options: TokenizerOptions) -> PackedTokenizer:
@@ -270,7 +286,8 @@ def _build_hugging_face(options: TokenizerOptions) -> PackedTokenizer:
             f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model; "
             "give a tokenizer.json or a folder that holds one"
         )
-    return HuggingFaceTokenizer(options.tokenizer_model, options.eod_token)
+    adds = not options.tokenizer_hf_no_include_special_tokens
+    return HuggingFaceTokenizer(options.tokenizer_model, options.eod_token, adds)
 
 
 def _from_vocabulary_files(builder: str) -> Callable[[TokenizerOptions], PackedTokenizer]:

@@ -273,7 +273,7 @@ def build_tiktoken(options: TokenizerOptions) -> PackedTokenizer:
         options.tiktoken_pattern,
         vocab_size=options.vocab_size,
         num_special_tokens=options.tiktoken_num_special_tokens,
-        special_tokens=options.tiktoken_special_tokens,
+        special_tokens=options.tiktoken_special_tokens or options.special_tokens,
     )
 
 

@@ -10,6 +10,7 @@ from megatron.packed.arguments import Config, config_report, replacement_report
 from megatron.packed.data.blends import training_datasets
 from megatron.packed.data.fim import add_fim_tokens
 from megatron.packed.data.tokenizers import PackedTokenizer, build_tokenizer, padded_vocab_size
+from megatron.packed.errors import ConfigurationError
 from megatron.packed.loss.calculation import LossCalculationHelper
 from megatron.packed.model.builder import build_model, count_parameters
 from megatron.packed.model.transformer_config import params_dtype
@@ -54,12 +55,28 @@ def print_banner(config: Config, environment: Environment) -> None:
 
 
 def padded_vocab(config: Config, tokenizer: PackedTokenizer) -> int:
-    """Rows of the embedding, over all tensor-parallel ranks."""
-    return padded_vocab_size(
-        tokenizer.vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.parallel.tensor_model_parallel_size,
-    )
+    """Rows of the embedding, over all tensor-parallel ranks.
+
+    Raises:
+        ConfigurationError: the rows that were asked for can't hold the tokenizer's ids.
+    """
+    tensor = config.parallel.tensor_model_parallel_size
+    ids, asked = tokenizer.vocab_size, config.data.padded_vocab_size
+    if asked is not None and asked < ids:
+        raise ConfigurationError(
+            f"--padded-vocab-size {asked}: must hold the {ids} ids of the tokenizer; raise it or "
+            "leave it out"
+        )
+    if asked is None and not config.data.pad_vocab_size:
+        asked = ids
+        if ids % tensor:
+            raise ConfigurationError(
+                f"--no-pad-vocab-size: the tokenizer's {ids} ids must be a multiple of "
+                f"--tensor-model-parallel-size {tensor}; leave it out"
+            )
+    if asked is not None:
+        return asked
+    return padded_vocab_size(ids, config.model.make_vocab_size_divisible_by, tensor)
 
 
 def build_forward_step(config: Config) -> ForwardStep:

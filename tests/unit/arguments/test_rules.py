@@ -193,6 +193,12 @@ BROKEN = [
         1,
     ),
     ("tokenizer", "--tokenizer-type Llama2Tokenizer", "Llama2Tokenizer: needs --tokenizer-mod", 1),
+    (
+        "tokenizer_options",
+        "--tokenizer-special-tokens a",
+        "--tokenizer-special-tokens a: are TikTokenizer's; those of NullTokenizer are in",
+        1,
+    ),
     ("tokenizer", "--tokenizer-type GPT2BPETokenizer", "needs --vocab-file and --merge-file", 1),
     (
         "tokenizer",

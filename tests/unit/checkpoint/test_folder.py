@@ -163,6 +163,27 @@ def test_arguments_that_cannot_be_taken(
         _taken(tmp_path)
 
 
+def test_the_tokenizer_comes_from_the_checkpoint_but_for_its_model_on_request(
+    tmp_path: Path,
+) -> None:
+    stored = {
+        "num_layers": 3,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "tokenizer_type": "TikTokenizer",
+        "tokenizer_model": "theirs",
+        "special_tokens": ["a", "b"],
+        "padded_vocab_size": 96,
+        "seq_length": 77,
+    }
+    _store(tmp_path, json.dumps(stored))
+    taken = _taken(tmp_path, "--tokenizer-model ours").data  # type: ignore[attr-defined]
+    assert (taken.tokenizer_model, taken.special_tokens) == ("theirs", ("a", "b"))
+    assert (taken.tokenizer_type, taken.padded_vocab_size) == ("TikTokenizer", 96)
+    kept = "--tokenizer-model ours --no-use-tokenizer-model-from-checkpoint-args"
+    assert _taken(tmp_path, kept).data.tokenizer_model == "ours"  # type: ignore[attr-defined]
+
+
 def test_no_checkpoint_to_take_arguments_from(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no tracker file; name a folder"):
         _taken(tmp_path)

@@ -34,6 +34,9 @@ def options(**flags: object) -> SimpleNamespace:
             "tiktoken_pattern": None,
             "tiktoken_num_special_tokens": 1000,
             "tiktoken_special_tokens": None,
+            "special_tokens": None,
+            "null_tokenizer_eod_id": None,
+            "tokenizer_hf_no_include_special_tokens": False,
             **flags,
         }
     )
@@ -107,6 +110,27 @@ def test_post_processor_tokens_are_kept(tmp_path: Path):
         save_tokenizer(tmp_path, ["<unk>", "<s>", "a", "</s>"], bos="<s>")
     )
     assert tokenizer.tokenize("a a") == tokenizer.tokenize_batch(["a a"])[0] == [1, 2, 2]
+
+
+def test_post_processor_tokens_are_left_out_on_request(tmp_path: Path):
+    folder = save_tokenizer(tmp_path, ["<unk>", "<s>", "a", "</s>"], bos="<s>")
+    flags = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    plain = build_tokenizer(options(**flags, tokenizer_hf_no_include_special_tokens=True))
+    assert plain.tokenize("a a") == plain.tokenize_batch(["a a"])[0] == [2, 2]
+    usual = build_tokenizer(options(**flags))
+    assert usual.tokenize("a a") == [1, 2, 2]
+    assert usual.unique_identifiers != plain.unique_identifiers
+
+
+def test_null_tokenizer_ends_documents_with_the_id_it_is_given():
+    flags = {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
+    last = build_tokenizer(options(**flags, null_tokenizer_eod_id=99))
+    assert (last.vocab_size, last.eod, last.pad) == (100, 99, 99)
+    first = build_tokenizer(options(**flags, null_tokenizer_eod_id=0))
+    further = build_tokenizer(options(**flags, null_tokenizer_eod_id=100))
+    assert (further.vocab_size, further.eod) == (101, 100)
+    assert further.unique_identifiers == NullTokenizer(100).unique_identifiers
+    assert first.unique_identifiers != NullTokenizer(99).unique_identifiers
 
 
 def test_vocab_size_counts_gaps(tmp_path: Path):

@@ -224,6 +224,8 @@ def test_tiktoken_is_megatron_cores(tmp_path: Path):
     assert ours.token_id(" cat") == 20 + 258 and ours.token_id("zebra") is None
     short = tiktoken(model, tiktoken_special_tokens=["<unk>", "<s>", "</s>"])
     assert (short.eod, short.pad, short.token_id("<SPECIAL_3>")) == (2, 2, 3)
+    newer = tiktoken(model, special_tokens=["<unk>", "<s>", "</s>"])
+    assert newer.unique_identifiers == short.unique_identifiers
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,41 @@ def tokenizer(config: Config) -> Iterator[str]:
         yield f"{asked}: needs --vocab-size, it has no vocabulary of its own"
 
 
+def tokenizer_options(config: Config) -> Iterator[str]:
+    """Flags of one kind of tokenizer beside another."""
+    data = config.data
+    kind = data.tokenizer_type
+    if data.special_tokens and kind != "TikTokenizer":
+        yield (
+            f"--tokenizer-special-tokens {' '.join(data.special_tokens)}: are TikTokenizer's; "
+            f"those of {kind} are in its own files, add them there"
+        )
+    elif data.special_tokens and data.tiktoken_special_tokens:
+        yield (
+            "--tokenizer-special-tokens and --tiktoken-special-tokens: are the same; keep one of "
+            "them"
+        )
+    eod = data.null_tokenizer_eod_id
+    if eod is not None and kind != "NullTokenizer":
+        yield f"--null-tokenizer-eod-id {eod}: is NullTokenizer's, not {kind}'s; leave it out"
+    elif eod is not None and data.vocab_size is not None and eod > data.vocab_size:
+        yield (
+            f"--null-tokenizer-eod-id {eod}: must be at most --vocab-size {data.vocab_size}, the "
+            "first id after the texts' own"
+        )
+    if data.tokenizer_hf_include_special_tokens and data.tokenizer_hf_no_include_special_tokens:
+        yield (
+            "--tokenizer-hf-include-special-tokens and --tokenizer-hf-no-include-special-tokens: "
+            "exclude each other; keep one"
+        )
+    tensor = config.parallel.tensor_model_parallel_size
+    if data.padded_vocab_size is not None and data.padded_vocab_size % tensor:
+        yield (
+            f"--padded-vocab-size {data.padded_vocab_size}: must be a multiple of "
+            f"--tensor-model-parallel-size {tensor}; change one of them"
+        )
+
+
 def fill_in_the_middle(config: Config) -> Iterator[str]:
     data = config.data
     if not data.fim_data:
@@ -133,6 +168,7 @@ RULES = (
     validation_sets,
     split_proportions,
     tokenizer,
+    tokenizer_options,
     fill_in_the_middle,
     experiment_name,
 )
