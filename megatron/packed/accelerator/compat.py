@@ -45,12 +45,25 @@ def lasting_name(name: str) -> str:
 
 
 def detaches_predictions(config: Any) -> bool:
-    """Whether deeper predictions leave the embedding alone: `mtp_detach_heads`, from 0.17 on.
+    """Whether deeper predictions leave all but their own layers alone: `mtp_detach_heads`.
+
+    There is no such setting before 0.17.
 
     Args:
         config: a TransformerConfig.
     """
     return bool(getattr(config, "mtp_detach_heads", False))
+
+
+def repeats_predicting_layer(config: Any) -> bool:
+    """Whether one layer makes the predictions of every depth: `mtp_use_repeated_layer`.
+
+    There is no such setting before 0.17.
+
+    Args:
+        config: a TransformerConfig.
+    """
+    return bool(getattr(config, "mtp_use_repeated_layer", False))
 
 
 def accepted_by(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,12 @@ class CheckpointConfig:
     SECTION: ClassVar[str] = "checkpointing"
 
     save: str | None = flag("Folder that checkpoints are written to.")
-    save_interval: int | None = flag("Iterations between checkpoints.", at_least=1)
+    save_interval: int | None = flag(
+        "Iterations between checkpoints.",
+        "--save-interval",
+        "--persistent-save-interval",
+        at_least=1,
+    )
     save_retain_interval: int | None = flag(
         "Iterations between checkpoints that are kept; others go once a newer one is whole. "
         "By default all are kept.",

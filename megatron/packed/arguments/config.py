@@ -31,6 +31,7 @@ from megatron.packed.arguments.training import (
     OptimizationConfig,
     TrainingConfig,
 )
+from megatron.packed.arguments.without_effect import WithoutEffectConfig
 from megatron.packed.errors import ConfigurationError
 
 COMMAND_LINE = "command line"
@@ -84,6 +85,7 @@ HAND_WRITTEN: Mapping[str, type] = {
     "sft": FineTuningConfig,
     "acceleration": AccelerationConfig,
     "elsewhere": ElsewhereConfig,
+    "without_effect": WithoutEffectConfig,
 }
 CoreConfig = build_core_group(HAND_WRITTEN)
 CoreConfig.__module__ = __name__  # where pickle finds it
@@ -127,6 +129,7 @@ class Config:
     heterogeneous: HeterogeneousConfig
     acceleration: AccelerationConfig
     elsewhere: ElsewhereConfig
+    without_effect: Any
     core: Any
     given: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -91,7 +91,7 @@ def _declare(field: CoreField) -> Any:
         _help(field),
         *_spellings(field),
         default=default,
-        negative=field.value_type is bool and field.default is True,
+        negative=default is True,
         choices=field.choices,
         replaced=replaced,
         refused=refused,

@@ -66,7 +66,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
 }
 
 # Upstream's default, where its parser has another than core's dataclass.
-DEFAULTS: Mapping[str, Any] = {"optimizer_offload_fraction": 1.0}
+DEFAULTS: Mapping[str, Any] = {"optimizer_offload_fraction": 1.0, "align_param_gather": True}
 
 _OVERLAP = "it moves when messages are sent, not what is computed"
 _BUFFERS = Replaced(
@@ -117,7 +117,7 @@ REPLACED: Mapping[str, Replaced] = {
     "average_in_collective": _everywhere(
         "gradients are sums, divided once by the counted tokens", "sum, then division"
     ),
-    "align_param_gather": Replaced("nothing is gathered ahead on a CPU", "no alignment", None),
+    "align_param_gather": Replaced("nothing is gathered ahead on a CPU", "one gather", None),
     "bucket_size": Replaced(
         "buckets are for overlap, and a CPU reduces after the backward pass", "one bucket", None
     ),
@@ -264,10 +264,6 @@ REFUSED: Mapping[str, str] = {
     # New with 0.17 to 0.19.
     "tensor_parallel_num_weight_shards": _SHARDS,
     "expert_tensor_parallel_num_weight_shards": _SHARDS,
-    "mtp_use_repeated_layer": (
-        "each of --mtp-num-layers predictions has a layer of its own here, and one layer for all "
-        "is another model; leave it out"
-    ),
     "mtp_hybrid_override_pattern": _HYBRID,
     "mup_width_mult": (
         "it follows from --hidden-size and --mup-base-hidden-size; leave it out, and give those"
@@ -324,7 +320,8 @@ HONOURED = _names(
     dsa_indexer_use_sparse_loss
     dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_rope_interleaved
     dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon
-    dsa_indexer_k_norm_fp32 mtp_detach_heads pad_buckets_for_high_nccl_busbw
+    dsa_indexer_k_norm_fp32 mtp_detach_heads mtp_use_repeated_layer
+    pad_buckets_for_high_nccl_busbw
     fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
     fp8_param_gather first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     fp4_recipe

@@ -64,6 +64,7 @@ class ScheduleConfig:
     manual_gc_eval: bool = flag(
         "With --manual-gc, do not collect before and after evaluations.",
         "--no-manual-gc-eval",
+        "--disable-manual-gc-eval",
         default=True,
         negative=True,
         section="training",

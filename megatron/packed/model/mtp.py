@@ -35,7 +35,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron.packed.accelerator.compat import detaches_predictions, predicting_layer_name
+from megatron.packed.accelerator.compat import (
+    detaches_predictions,
+    predicting_layer_name,
+    repeats_predicting_layer,
+)
 from megatron.packed.loss.token import token_loss
 
 
@@ -155,6 +159,8 @@ def build_mtp_spec(
     count = get_mtp_num_layers_to_build(config, vp_stage=vp_stage)
     if not count:
         return None
+    if repeats_predicting_layer(config):
+        count = 1
     linear = (backend or LocalSpecProvider()).column_parallel_linear()
     layer = ModuleSpec(
         module=PackedMTPLayer,

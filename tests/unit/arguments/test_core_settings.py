@@ -15,6 +15,7 @@ from megatron.packed.arguments.core import build_core_group
 from megatron.packed.arguments.core_fields import core_fields, read_dataclass
 from megatron.packed.arguments.declare import flag_specs
 from megatron.packed.errors import ConfigurationError
+from megatron.packed.model import builder, transformer_config
 from megatron.packed.training.optimization import core_optimizer_config
 
 from .flags import MINIMAL
@@ -273,7 +274,7 @@ def test_states_of_fewer_bits_reach_core_where_its_optimizer_is(monkeypatch) -> 
     assert (found.exp_avg_dtype, found.exp_avg_sq_dtype) == (torch.bfloat16, torch.uint8)
 
 
-def test_buckets_of_gradients_reach_core_where_they_overlap() -> None:
+def test_buckets_of_gradients_reach_core_where_they_overlap(monkeypatch) -> None:
     flags = f"{MINIMAL} --use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw"
     config = config_from_flags(f"{flags} --ddp-num-buckets 3")
     assert config.core_values(["pad_buckets_for_high_nccl_busbw"]) == {
@@ -286,3 +287,36 @@ def test_buckets_of_gradients_reach_core_where_they_overlap() -> None:
     assert config.core_values(["bucket_size"]) == {"bucket_size": 100}
     config = config_from_flags(f"{flags} --ddp-num-buckets 3", accelerator="cuda")
     assert config.parallel.ddp_num_buckets == 3
+    monkeypatch.setattr(builder, "DistributedDataParallel", types.SimpleNamespace)
+    model = torch.nn.Linear(9, 10)
+    overlapping = config_from_flags(
+        f"{flags} --ddp-num-buckets 3 --overlap-grad-reduce", accelerator="cuda"
+    )
+    wrapped = builder.wrap_for_training(overlapping, types.SimpleNamespace(), model)
+    assert wrapped.ddp_config.bucket_size == 100 // 3
+    assert wrapped.ddp_config.pad_buckets_for_high_nccl_busbw
+    assert not wrapped.disable_bucketing
+
+
+@pytest.mark.skipif(
+    "moe_flex_dispatcher_num_sms" not in all_specs(), reason="a setting of newer megatron-core"
+)
+def test_one_number_of_multiprocessors_for_every_library() -> None:
+    flags = (
+        f"{MINIMAL} --num-experts 4 --disable-bias-linear --moe-token-dispatcher-type flex "
+        "--moe-flex-dispatcher-num-sms 24"
+    )
+    config = config_from_flags(flags, accelerator="cuda")
+    fields = transformer_config._experts(config)
+    assert not {"moe_deepep_num_sms", "moe_hybridep_num_sms"} & fields.keys()
+    assert config.core_values(["moe_flex_dispatcher_num_sms"]) == {
+        "moe_flex_dispatcher_num_sms": 24
+    }
+
+
+@pytest.mark.skipif("mtp_use_repeated_layer" not in all_specs(), reason="of newer megatron-core")
+def test_one_layer_for_all_predictions_has_no_experts() -> None:
+    flags = f"{MINIMAL} --mtp-num-layers 2 --mtp-use-repeated-layer"
+    assert config_from_flags(flags).replacements == ()
+    with pytest.raises(ConfigurationError, match="--mtp-use-repeated-layer: the losses of its"):
+        config_from_flags(f"{flags} --num-experts 4 --disable-bias-linear")

@@ -66,6 +66,11 @@ def deeper_predictions(config: Config) -> Iterator[str]:
             f"{config.parallel.pipeline_model_parallel_size} two stages would learn position "
             "tables of their own; use --position-embedding-type rope"
         )
+    if getattr(config.core, "mtp_use_repeated_layer", False) and config.moe.num_experts:
+        yield (
+            "--mtp-use-repeated-layer: the losses of its router would count once for each of "
+            "--mtp-num-layers; leave it or --num-experts out"
+        )
     placed = config.pipeline.pipeline_model_parallel_layout
     if placed is not None:
         try:
