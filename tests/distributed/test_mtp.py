@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.packed.accelerator.compat import core_version
 from tests.distributed.documents import build_model, gradient_of, named
 from tests.distributed.harness import Weights, relative_l2, run, sample
 from tests.distributed.pool import WorkerPools
@@ -80,7 +81,8 @@ def run_documents_alone(flags: str, documents: Sequence[Any], factor: float) -> 
     from megatron.packed.accelerator.compat import predicting_layer_name
 
     model, vocab_size = build_model(flags, double=True)
-    depths = len(model.mtp.layers) if hasattr(model, "mtp") else 0
+    depths = model.config.mtp_num_layers or 0
+    repeats, detaches = "--mtp-use-repeated-layer" in flags, "--mtp-detach-heads" in flags
     hidden: list[torch.Tensor] = []
     model.decoder.register_forward_hook(lambda module, args, output: hidden.append(output))
     counts = [0] * (1 + depths)
@@ -103,9 +105,12 @@ def run_documents_alone(flags: str, documents: Sequence[Any], factor: float) -> 
                 break
             state = state[:there]
             if depth:
-                layer = model.mtp.layers[depth - 1]
+                layer = model.mtp.layers[0 if repeats else depth - 1]
                 ids = torch.tensor([data[depth : depth + there]])
                 read = model.embedding(input_ids=ids, position_ids=positions[:, :there] + depth)
+                if detaches:
+                    read = read.detach()
+                    state = state.detach() if depth == 1 else state
                 joined = torch.cat((layer.enorm(read), layer.hnorm(state)), dim=-1)
                 state = joined @ layer.eh_proj.weight.T
                 with model.rotary_pos_emb.positions(positions[:, :there]):
@@ -120,7 +125,8 @@ def run_documents_alone(flags: str, documents: Sequence[Any], factor: float) -> 
                 break
             tied = model.share_embeddings_and_output_weights
             output = model.embedding.word_embeddings if tied else model.output_layer
-            logits = state[: len(targets), 0] @ output.weight.T[:, :vocab_size]
+            weight = output.weight.detach() if detaches and depth else output.weight
+            logits = state[: len(targets), 0] @ weight.T[:, :vocab_size]
             loss = torch.nn.functional.cross_entropy(logits, torch.tensor(targets), reduction="sum")
             sums[depth] += loss.item()
             total = total + weights[depth] / counts[depth] * loss
@@ -196,6 +202,33 @@ def test_a_step_equals_its_documents(
 ) -> None:
     command = f"{PACKED} --mtp-num-layers {depths} {layout}"
     compare(run(worker_pool, world_size, command, rows=ROWS), reference, depths)
+
+
+@pytest.mark.skipif(core_version() < (0, 17), reason="settings of newer megatron-core")
+@pytest.mark.parametrize("tied", ["", pytest.param("untied", marks=SLOW)])
+@pytest.mark.parametrize("kind", ["--mtp-detach-heads", "--mtp-use-repeated-layer"])
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, "--micro-batch-size 3"),
+        pytest.param(1, f"--micro-batch-size 3 {RECOMPUTE} uniform", marks=SLOW),
+        (2, f"--micro-batch-size 2 {CP} 2"),
+        pytest.param(2, f"--micro-batch-size 2 {PP} 2", marks=SLOW),
+        pytest.param(2, f"--micro-batch-size 3 {TP} 2 --sequence-parallel", marks=SLOW),
+    ],
+)
+def test_kinds_of_predictions_of_newer_versions(
+    world_size: int, layout: str, kind: str, tied: str, worker_pool: WorkerPools
+) -> None:
+    """Predictions that train their own layers alone, and one layer for every depth."""
+    flags = PACKED if tied else PACKED.replace("--untie-embeddings-and-output-weights", "")
+    flags = f"{flags} --mtp-num-layers 2 {kind}"
+    command = f"{flags} --micro-batch-size 1"
+    (reference,) = worker_pool(1).run(run_documents_alone, command, DOCUMENTS, 0.7)
+    result = run(worker_pool, world_size, f"{flags} {layout}", rows=ROWS)
+    layers = {name.split(".")[2] for name in result.gradient if name.startswith("mtp.layers")}
+    assert layers == ({"0"} if "repeated" in kind else {"0", "1"})
+    compare(result, reference, 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron.packed.accelerator.compat import accepted_by
+from megatron.packed.accelerator.compat import accepted_by, detaches_predictions
 from megatron.packed.loss.cross_entropy import vocab_parallel_cross_entropy
 from megatron.packed.model.moe import moe_layers
 from megatron.packed.model.mtp import DeeperTargets, deeper_losses
@@ -139,8 +139,17 @@ class PackedGPTModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
 
+        deeper_weight = weight
+        if detaches_predictions(self.config):
+            own = self.output_layer.weight if weight is None else weight
+            deeper_weight = own.detach()
+
         def losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits, _ = self.output_layer(hidden, weight=weight)
+            return self.compute_language_model_loss(labels, logits)
+
+        def deeper_losses_of(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits, _ = self.output_layer(hidden, weight=deeper_weight)
             return self.compute_language_model_loss(labels, logits)
 
         if targets is not None:
@@ -148,7 +157,7 @@ class PackedGPTModel(GPTModel):
             hidden_states = deeper_losses(
                 list(hidden_states.chunk(depths)),
                 targets,
-                losses_of,
+                deeper_losses_of,
                 self.config.mtp_loss_scaling_factor,
             )
         labels = kwargs.get("labels")
