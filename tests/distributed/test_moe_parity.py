@@ -109,18 +109,20 @@ OFTEN = {("deepseek", layout) for layout in ("ep2", "cp2-ep2", "pp2", "ep2-tp2")
 OFTEN |= {("experts", layout) for layout in LAYOUTS}
 OFTEN |= {("rows", layout) for layout in ("dp2", "tp2", "cp2-ep2")}
 OFTEN |= {("sinkhorn", "cp2-ep2"), ("capacity", "tp2"), ("position", "cp2"), ("global", "cp2-ep2")}
-OFTEN |= {("global-rows", "tp2"), ("latent", "ep2"), ("biases", "ep2"), ("deeper", "tp2")}
+OFTEN |= {("global-rows", "tp2"), ("latent", "ep2"), ("deeper", "tp2")}
+OFTEN |= {("biases", layout) for layout in ("ep2", "tp2-etp1", "tp2-ep2")}
 
 
 def _makes_sense(kind: str, layout: str) -> bool:
     """Whether the objective is one that the layout can't change.
 
     The running counts of `global_aux_loss` see several replicas' micro-batches at once, or one
-    after the other. Biases of experts go without tensor parallelism.
+    after the other. Experts that are cut have no biases.
     """
     if kind.startswith("global"):
         return layout in ("tp2", "tp2-pp2", "tp2-etp1", "tp2-ep2", "cp2", "cp2-ep2", "pp2")
-    return kind != "biases" or "tp2" not in layout
+    whole = "tp2" not in layout or layout in ("tp2-etp1", "tp2-ep2")
+    return kind != "biases" or whole
 
 
 CASES = [

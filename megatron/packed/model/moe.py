@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -56,7 +59,19 @@ class PackedAlltoAllTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class ExpertOutputLinear(RowParallelLinear):
-    """Second layer of an expert with a bias, which megatron-core adds in place: not to a view."""
+    """Second layer of a whole expert, whose bias belongs to this process alone.
+
+    megatron-core adds the bias in place, which a view can't take. Where the rest of the model is
+    cut, it sums the bias's gradient over tensor-parallel processes as if they held parts of a
+    sequence, and finds it in the norm of gradients of the first of them alone: yet each holds
+    experts of its own, or a replica that sees other tokens.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.bias is not None:
+            self.bias.sequence_parallel = False
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Multiply; arguments and results are the base class's."""

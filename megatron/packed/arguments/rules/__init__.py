@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     + loss.RULES
     + faults.RULES
 )
-HARDWARE_RULES: tuple[Rule, ...] = hardware.RULES
+HARDWARE_RULES: tuple[Rule, ...] = hardware.RULES + moe.HARDWARE_RULES
 
 
 def check_values(config: Config) -> None:

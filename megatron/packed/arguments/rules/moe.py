@@ -188,11 +188,21 @@ def biases_of_experts(config: Config) -> Iterator[str]:
             f"--expert-tensor-parallel-size {moe.expert_tensor_parallel_size}: experts that are "
             "cut have no biases; add --disable-bias-linear or pass 1"
         )
-    elif config.parallel.tensor_model_parallel_size > 1:
+
+
+def biases_of_grouped_experts(config: Config) -> Iterator[str]:
+    """TransformerEngine's experts take their biases for parts of the tensor-parallel model."""
+    model, spread = config.model, config.parallel.tensor_model_parallel_size
+    if (
+        config.moe.num_experts is not None
+        and model.add_bias_linear
+        and spread > 1
+        and config.device_type == "cuda"
+        and model.transformer_impl == "transformer_engine"
+    ):
         yield (
-            "--num-experts with --tensor-model-parallel-size "
-            f"{config.parallel.tensor_model_parallel_size}: experts have no biases then; add "
-            "--disable-bias-linear"
+            f"--num-experts with --tensor-model-parallel-size {spread}: TransformerEngine's "
+            "experts have no biases then; add --disable-bias-linear, or --transformer-impl local"
         )
 
 
@@ -256,3 +266,4 @@ RULES = (
     shared_expert,
     probabilities_on_input,
 )
+HARDWARE_RULES = (biases_of_grouped_experts,)
