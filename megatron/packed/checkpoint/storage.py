@@ -1,25 +1,34 @@
 """The sharded part of a checkpoint, through megatron-core's torch_dist format.
 
-Saving is cut in three, so that the middle can run beside training: `plan` (collective: who writes
-what, and a copy of it on the host), `write` (this rank's file alone, in any thread) and `finish`
-(collective: the index). Megatron-core's own asynchronous writer forks the training process, twice;
-a fork beside running threads can deadlock, so here a thread writes. It spends its time in the
-kernel, in SHA-256 and in memory copies, all outside Python's lock.
+Saving is cut, so that most of it can run beside training: `begin` (collective: who writes what),
+`write` (this rank's copies and its file, in any thread), `gather` (collective: what was written),
+`complete` (rank 0: index, manifest and name, in any thread) and `settle` (collective: how it went).
+Megatron-core's own asynchronous writer forks the training process, twice; a fork beside running
+threads can deadlock, so here threads write, and never in a collective, which an end of the process
+would break off. They spend their time in the kernel, in SHA-256 and in memory copies, all outside
+Python's lock.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -38,9 +47,10 @@ from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _write_item,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from megatron.packed.checkpoint.manifest import FileRecord, Manifest, record_of
+from megatron.packed.checkpoint.snapshot import Snapshot
 
 COMMON = "common.pt"
 INDEX = ".metadata"
@@ -88,45 +98,38 @@ class HashingStream(io.RawIOBase):
         super().close()
 
 
-class SnapshotBuffers:
-    """Host memory for copies of what is saved, kept from one save to the next."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Any, torch.Tensor] = {}
-
-    def copy(self, key: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the host; the result holds until the next copy under this key."""
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-            self._buffers[key] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=tensor.device.type == "cuda")
-
-
 class ThreadWriter(FileSystemWriterAsync):
     """Writes this rank's shards to one file, from whichever thread calls `write_shards`."""
 
-    def __init__(self, folder: Path, snapshots: SnapshotBuffers | None) -> None:
+    def __init__(self, folder: Path, snapshot: Snapshot | None) -> None:
         super().__init__(folder, thread_count=1)
         self._folder = folder
-        self._snapshots = snapshots
+        self._snapshot = snapshot
         self._items: list[tuple[Any, Any]] = []
         self._file_name = ""
         self.results: list[Any] = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Collect what this rank writes; copied, when training goes on before it is written."""
+        """Nothing: `collect` is told what a plan means in this save."""
+
+    def collect(self, plan: SavePlan, shards: Sequence[ShardedBase]) -> None:
+        """Take what this rank writes; copied, when training goes on before it is written.
+
+        Args:
+            plan: this rank's part of the writing.
+            shards: what each of its items is in this save.
+        """
         self._file_name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         on_cuda = False
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            if item.type != WriteItemType.BYTE_IO:
-                on_cuda |= data.device.type == "cuda"
-                data = data.detach()
-                data = self._snapshots.copy(item.index, data) if self._snapshots else data.cpu()
-                if data.untyped_storage().size() != data.numel() * data.itemsize:
-                    data = data.clone()  # torch.save writes whole storages, not views
+        for item, shard in zip(plan.items, shards, strict=True):
+            if isinstance(shard, ShardedObject):
+                self._items.append((item, io.BytesIO(_serialized(shard.data))))
+                continue
+            data = shard.data.detach().view(item.tensor_data.chunk.sizes)  # with prepended axes
+            on_cuda |= data.device.type == "cuda"
+            data = self._snapshot.add(item.index, data) if self._snapshot else data.cpu()
+            if data.untyped_storage().size() != data.numel() * data.itemsize:
+                data = data.clone()  # torch.save writes whole storages, not views
             self._items.append((item, data))
         if on_cuda:
             torch.cuda.synchronize()
@@ -160,10 +163,9 @@ class SavePlans:
 
     parallel_group: torch.distributed.ProcessGroup | None = None
     _structure: tuple[Any, ...] | None = None
-    _central: SavePlan | None = None
-    _local: SavePlan | None = None
+    _plan: SavePlan | None = None
+    _places: tuple[int, ...] = ()
     _index: Any = None
-    _spread: FullyParallelSaveStrategyWrapper | None = None
 
     def plan(self, sharded: ShardedStateDict, writer: ThreadWriter) -> Any:
         """Divide the writing and hand this rank's part to `writer`; a collective call.
@@ -171,45 +173,77 @@ class SavePlans:
         Returns:
             The index of the checkpoint on rank 0, still without places.
         """
+        shards = list(nested_values(sharded))
+        if not self._known(shards):
+            self._agree(sharded, shards, writer)
+        assert self._plan is not None
+        writer.collect(self._plan, [shards[place] for place in self._places])
+        return self._index
+
+    def _agree(
+        self, sharded: ShardedStateDict, shards: list[ShardedBase], writer: ThreadWriter
+    ) -> None:
+        """Decide with all ranks who writes which shard."""
         if self.parallel_group is not None:
-            self._divide(sharded)
+            FullyParallelSaveStrategyWrapper(
+                TorchDistSaveShardedStrategy("torch_dist", 1), self.parallel_group
+            ).apply_saving_parallelization(sharded)
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-        known = self._known(flat)
-        cached = (self._central, self._local, True) if known else None
-        (_, index, _), self._central, self._local, _, _ = save_state_dict_async_plan(
+        (_, index, _), self._plan, _, _, _ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(flat, False),
             writer,
             None,
             0,
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            cached_ckpt_structure=cached,
         )
-        if not known:
-            self._index = index
-            if index is not None:
-                index.all_local_plans = None  # a second copy of all plans, for a cache we have
-        return self._index
+        if index is not None:
+            index.all_local_plans = None  # a second copy of all plans, for a cache we have
+        self._index = index
+        written = (each for each in enumerate(shards) if is_main_replica(each[1].replica_id))
+        names = {_name(shard): place for place, shard in written}
+        self._places = tuple(
+            names[item.index.fqn, tuple(item.index.offset or ())] for item in self._plan.items
+        )
 
-    def _divide(self, sharded: ShardedStateDict) -> None:
-        if self._spread is None:
-            self._spread = FullyParallelSaveStrategyWrapper(
-                TorchDistSaveShardedStrategy("torch_dist", 1), self.parallel_group, True
-            )
-        self._spread.apply_saving_parallelization(sharded)
-
-    def _known(self, flat: Mapping[str, list[Any]]) -> bool:
+    def _known(self, shards: list[ShardedBase]) -> bool:
         """Whether every rank saves what it saved last time."""
-        structure = tuple(
-            (
-                key,
-                tuple((s.global_shape, s.global_offset, getattr(s, "dtype", None)) for s in shards),
-            )
-            for key, shards in flat.items()
-        )
+        structure = tuple(_description(shard) for shard in shards)
         same = torch.tensor([int(structure == self._structure)], device=collective_device())
         torch.distributed.all_reduce(same, torch.distributed.ReduceOp.MIN)
         self._structure = structure
         return bool(same.item())
+
+
+def _serialized(value: Any) -> bytes:
+    """A shard that is no tensor, as megatron-core writes it."""
+    return _serialized_none() if value is None else _saved([value])
+
+
+@functools.cache
+def _serialized_none() -> bytes:
+    """What most modules give as their extra state, many a save."""
+    return _saved([None])
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _name(shard: ShardedBase) -> tuple[str, tuple[int, ...]]:
+    """What a plan calls a shard."""
+    if isinstance(shard, ShardedObject):
+        return shard.unique_key, ()
+    return shard.key, tuple(shard.global_offset)
+
+
+def _description(shard: ShardedBase) -> tuple[Any, ...]:
+    """Whatever of a shard can matter to a plan."""
+    place = (shard.key, shard.replica_id, shard.global_shape, shard.global_offset)
+    if isinstance(shard, ShardedObject):
+        return place
+    return (*place, shard.local_shape, shard.dtype, shard.prepend_axis_num)
 
 
 @dataclass
@@ -220,27 +254,31 @@ class ShardedSave:
         folder: where it is written; exists, and is empty.
         iteration: of the checkpoint.
         small_files: contents by name, written by rank 0 beside the shards.
+        snapshot: copies of what is written; None where nothing changes meanwhile.
     """
 
     folder: Path
     iteration: int
     small_files: Mapping[str, bytes]
+    snapshot: Snapshot | None = None
     _writer: ThreadWriter | None = None
     _index: Any = None
     _records: dict[str, FileRecord] = field(default_factory=dict)
     _error: str | None = None
+    _gathered: list[Any] | None = None
+    _failure: str | None = None
 
-    def begin(
-        self, sharded: ShardedStateDict, plans: SavePlans, snapshots: SnapshotBuffers | None
-    ) -> None:
-        """Agree on who writes what, and copy it if there are buffers; a collective call."""
-        self._writer = ThreadWriter(self.folder, snapshots)
+    def begin(self, sharded: ShardedStateDict, plans: SavePlans) -> None:
+        """Agree on who writes what, and copy what may change at once; a collective call."""
+        self._writer = ThreadWriter(self.folder, self.snapshot)
         self._index = plans.plan(sharded, self._writer)
 
     def write(self) -> None:
         """Write this rank's files; an error waits for `finish`, where all ranks learn of it."""
         assert self._writer is not None
         try:
+            if self.snapshot is not None:
+                self.snapshot.take()
             self._records.update(self._writer.write_shards())
             if torch.distributed.get_rank() == 0:
                 for name, content in self.small_files.items():
@@ -252,24 +290,37 @@ class ShardedSave:
             where = getattr(error, "filename", None) or self.folder
             self._error = f"rank {torch.distributed.get_rank()}: {where}: {reason}"
 
-    def finish(self) -> None:
-        """Write the index and the manifest, once every rank has written; a collective call.
+    def gather(self) -> None:
+        """Tell rank 0 what every rank has written; a collective call."""
+        assert self._writer is not None
+        if torch.distributed.get_rank() == 0:
+            self._gathered = [None] * torch.distributed.get_world_size()
+            self._failure = "broken off before it had its name"
+        mine = (self._writer.results, self._records, self._error)
+        torch.distributed.gather_object(mine, self._gathered)
+
+    def complete(self, publish: Callable[[int], None]) -> None:
+        """Write index and manifest; on rank 0 alone, in any thread.
+
+        An error waits for `settle`, where all ranks learn of it.
+
+        Args:
+            publish: makes a checkpoint of the iteration's folder.
+        """
+        assert self._gathered is not None
+        self._failure = (
+            "; ".join(error for _, _, error in self._gathered if error)
+            or _reason(self._write_index, self._gathered)
+            or _reason(publish, self.iteration)
+        )
+
+    def settle(self) -> None:
+        """Learn what became of the save; a collective call.
 
         Raises:
             SaveError: on every rank, when one failed.
         """
-        assert self._writer is not None
-        gathered: list[Any] | None = None
-        if torch.distributed.get_rank() == 0:
-            gathered = [None] * torch.distributed.get_world_size()
-        mine = (self._writer.results, self._records, self._error)
-        torch.distributed.gather_object(mine, gathered)
-        failure = None
-        if gathered is not None:
-            failure = "; ".join(error for _, _, error in gathered if error) or None
-            if failure is None:
-                failure = _reason(self._write_index, gathered)
-        raise_together(failure)
+        raise_together(self._failure)
 
     def _write_index(self, gathered: list[Any]) -> None:
         assert self._writer is not None
@@ -304,10 +355,13 @@ def raise_together(failure: str | None) -> None:
     Raises:
         SaveError: if rank 0 gave a message.
     """
+    failed = torch.tensor([int(failure is not None)], device=collective_device())
+    torch.distributed.broadcast(failed, src=0)
+    if not failed.item():
+        return  # as nearly always: objects take several exchanges
     message = [failure]
     torch.distributed.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise SaveError(message[0])
+    raise SaveError(message[0])
 
 
 def _reason(action: Any, *args: Any) -> str | None:

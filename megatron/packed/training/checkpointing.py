@@ -19,12 +19,12 @@ from megatron.packed.arguments import Config
 from megatron.packed.arguments.from_checkpoint import ARGUMENTS
 from megatron.packed.checkpoint.folder import CheckpointFolder, superseded
 from megatron.packed.checkpoint.reading import Intact, agree, newest_intact
+from megatron.packed.checkpoint.snapshot import Snapshot, SnapshotBuffers
 from megatron.packed.checkpoint.storage import (
     COMMON,
     SaveError,
     SavePlans,
     ShardedSave,
-    SnapshotBuffers,
     on_rank_0,
 )
 from megatron.packed.data.files import require_writable_folder
@@ -168,10 +168,17 @@ def require_save_folder(config: Config) -> None:
 
 @dataclass
 class _InFlight:
-    """A save whose files are being written by a thread."""
+    """A save that goes on beside training.
+
+    Attributes:
+        save: the save.
+        thread: what this rank does for it; None where only rank 0 has still to do.
+        written: every rank has written its files.
+    """
 
     save: ShardedSave
-    thread: threading.Thread
+    thread: threading.Thread | None
+    written: bool = False
 
 
 @dataclass
@@ -196,9 +203,12 @@ class CheckpointSaver:
     saved_iteration: int | None = None
     blocked_seconds: float = 0.0
     _plans: SavePlans = field(default_factory=SavePlans)
-    _snapshots: SnapshotBuffers = field(default_factory=SnapshotBuffers)
+    _buffers: SnapshotBuffers = field(default_factory=SnapshotBuffers)
     _validated: bool = False
     _in_flight: _InFlight | None = None
+
+    def __post_init__(self) -> None:
+        self.step.before_update = self.release
 
     @property
     def folder(self) -> CheckpointFolder:
@@ -214,7 +224,8 @@ class CheckpointSaver:
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes files of an asynchronous save."""
-        return self._in_flight is not None and self._in_flight.thread.is_alive()
+        thread = self._in_flight.thread if self._in_flight is not None else None
+        return thread is not None and thread.is_alive()
 
     def save(self, progress: Progress) -> None:
         """Save the run as it is after a step.
@@ -222,8 +233,8 @@ class CheckpointSaver:
         Raises:
             TrainingError: it can't be written, with `--on-save-failure stop`.
         """
+        self.wait()  # counts its own time
         start = time.perf_counter()
-        self.wait()
         asynchronous = self.config.checkpoint.async_save
         iteration = progress.iteration
         try:
@@ -231,12 +242,13 @@ class CheckpointSaver:
             with gathered_parameters(self.step.model):
                 save = self._begin(progress)
             if asynchronous:
-                thread = threading.Thread(target=save.write, name="checkpoint", daemon=True)
-                thread.start()
-                self._in_flight = _InFlight(save, thread)
+                self._in_flight = _InFlight(save, _started(save.write))
             else:
                 save.write()
-                self._finish(save)
+                save.gather()
+                if torch.distributed.get_rank() == 0:
+                    save.complete(self._publish)
+                save.settle()
         except SaveError as error:
             self._failed(iteration, error)
         self.saved_iteration = iteration
@@ -247,21 +259,40 @@ class CheckpointSaver:
         else:
             self.report(f"  saved checkpoint at iteration {iteration} in {seconds:.2f} s")
 
-    def wait(self) -> None:
-        """Finish an asynchronous save, however long it takes."""
-        if self._in_flight is not None:
-            self._settle()
-
-    def _settle(self) -> None:
-        assert self._in_flight is not None
-        in_flight, self._in_flight = self._in_flight, None
+    def release(self) -> None:
+        """Return once weights and optimizer may change."""
+        if self._in_flight is None or self._in_flight.save.snapshot is None:
+            return
         start = time.perf_counter()
-        in_flight.thread.join()
-        try:
-            self._finish(in_flight.save)
-            self.report(f"  saved checkpoint at iteration {in_flight.save.iteration}")
-        except SaveError as error:
-            self._failed(in_flight.save.iteration, error)
+        self._in_flight.save.snapshot.wait()
+        self.blocked_seconds += time.perf_counter() - start
+
+    def wait(self) -> None:
+        """End an asynchronous save, however long it takes."""
+        while self._in_flight is not None:
+            self.advance()
+
+    def advance(self) -> None:
+        """Take an asynchronous save on, once no rank writes: to its name, then to its end."""
+        in_flight = self._in_flight
+        if in_flight is None:
+            return
+        start = time.perf_counter()
+        save = in_flight.save
+        if in_flight.thread is not None:
+            in_flight.thread.join()
+        if not in_flight.written:
+            save.gather()
+            first = torch.distributed.get_rank() == 0
+            thread = _started(save.complete, self._publish) if first else None
+            self._in_flight = _InFlight(save, thread, written=True)
+        else:
+            self._in_flight = None
+            try:
+                save.settle()
+                self.report(f"  saved checkpoint at iteration {save.iteration}")
+            except SaveError as error:
+                self._failed(save.iteration, error)
         self.blocked_seconds += time.perf_counter() - start
 
     def _begin(self, progress: Progress) -> ShardedSave:
@@ -278,28 +309,28 @@ class CheckpointSaver:
             self.folder.temporary(progress.iteration),
             progress.iteration,
             self._small(progress, alike),
+            self._snapshot() if flags.async_save else None,
         )
-        save.begin(sharded, self._plans, self._snapshots if flags.async_save else None)
+        save.begin(sharded, self._plans)
         return save
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._buffers, state.changed_by_updates_alone(self.step))
 
     def _small(self, progress: Progress, alike: dict[str, Any]) -> dict[str, bytes]:
         """Contents of the files that rank 0 writes."""
         data = self.data_state()
         if torch.distributed.get_rank() != 0:
             return {}
+        arguments = state.flat_arguments(self.config)
         common = alike | state.common_state(
-            self.config, self.step, progress.iteration, progress.consumed_samples, data
+            self.config, arguments, self.step, progress.iteration, progress.consumed_samples, data
         )
         common["evaluation_pending"] = progress.evaluation_pending
         common["bad_batches"] = progress.bad_batches
         buffer = io.BytesIO()
         torch.save(common, buffer)
-        arguments = json.dumps(state.flat_arguments(self.config), indent=1)
-        return {COMMON: buffer.getvalue(), ARGUMENTS: arguments.encode()}
-
-    def _finish(self, save: ShardedSave) -> None:
-        save.finish()
-        on_rank_0(self._publish, save.iteration)
+        return {COMMON: buffer.getvalue(), ARGUMENTS: json.dumps(arguments, indent=1).encode()}
 
     def _publish(self, iteration: int) -> None:
         folder = self.folder
@@ -318,3 +349,10 @@ class CheckpointSaver:
                 "--on-save-failure continue would have trained on"
             )
         self.report(f"WARNING: {message}; training goes on (--on-save-failure continue)")
+
+
+def _started(action: Callable[..., None], *args: Any) -> threading.Thread:
+    """A thread that does something and holds no process back from its end."""
+    thread = threading.Thread(target=action, args=args, name="checkpoint", daemon=True)
+    thread.start()
+    return thread

@@ -161,7 +161,7 @@ class Trainer:
 
     def _asked_to_end(self) -> bool:
         """Whether a signal reached any rank; with it, in one collective call, what else any
-        rank decides: an asynchronous save that all have written becomes a checkpoint.
+        rank decides: an asynchronous save that none still writes is taken on.
         """
         questions = {}
         if self.signals is not None:
@@ -170,7 +170,7 @@ class Trainer:
             questions["writing"] = self.saver.is_writing
         answers = true_on_any_rank(questions, self.environment.accelerator.device)
         if self.saver is not None and not answers.get("writing", True):
-            self.saver.wait()
+            self.saver.advance()
         return answers.get("end", False)
 
     def _say_why_it_ends(self) -> None:

@@ -19,7 +19,9 @@ from megatron.packed.arguments import Config
 from megatron.packed.arguments.config import all_specs
 from megatron.packed.checkpoint.manifest import FORMAT_VERSION
 from megatron.packed.checkpoint.reading import PRODUCER, load_sharded
+from megatron.packed.checkpoint.snapshot import storage_of
 from megatron.packed.errors import ConfigurationError, DataError
+from megatron.packed.training.optimizer_shards import sharded_optimizer_state
 from megatron.packed.training.reruns import Reruns
 from megatron.packed.training.step import TrainStep
 
@@ -70,12 +72,31 @@ def sharded_state(config: Config, step: TrainStep) -> ShardedStateDict:
     state: ShardedStateDict = dict(model)
     if not config.checkpoint.no_save_optim:
         initialize_optimizer(step.optimizer)
-        state["optimizer"] = step.optimizer.sharded_state_dict(model, metadata=_metadata())
+        state["optimizer"] = sharded_optimizer_state(
+            members(step.optimizer), step.optimizer, model, _metadata()
+        )
     if not config.checkpoint.no_save_rng:
         state[_GENERATORS] = _of_this_rank(_GENERATORS, _generators())
     if step.reruns is not None:
         state[_RERUNS] = _of_this_rank(_RERUNS, step.reruns.state_dict())
     return state
+
+
+def changed_by_updates_alone(step: TrainStep) -> frozenset[int]:
+    """Storages of weights and optimizer states, which nothing but an update changes.
+
+    None with `--overlap-param-gather`: there the next forward pass writes weights, too.
+    """
+    if any(chunk.ddp_config.overlap_param_gather for chunk in step.model):
+        return frozenset()
+    tensors = [parameter for chunk in step.model for parameter in chunk.parameters()]
+    for member in members(step.optimizer):
+        inner = getattr(member, "optimizer", None)
+        for group in inner.param_groups if inner is not None else ():
+            tensors.extend(group["params"])
+        for each in inner.state.values() if inner is not None else ():
+            tensors.extend(value for value in each.values() if isinstance(value, torch.Tensor))
+    return frozenset(storage_of(tensor) for tensor in tensors) - {0}
 
 
 def _of_this_rank(name: str, value: Any) -> ShardedObject:
@@ -84,23 +105,28 @@ def _of_this_rank(name: str, value: Any) -> ShardedObject:
 
 
 def common_state(
-    config: Config, step: TrainStep, iteration: int, consumed_samples: int, data: dict[str, Any]
+    config: Config,
+    arguments: dict[str, Any],
+    step: TrainStep,
+    iteration: int,
+    consumed_samples: int,
+    data: dict[str, Any],
 ) -> dict[str, Any]:
     """What every rank has alike, under upstream's names where it has one.
 
     Args:
         config: the run's configuration.
+        arguments: the same as plain values.
         step: its schedules are saved.
         iteration: finished iterations.
         consumed_samples: samples trained on.
         data: `Splits.state_dict()`.
     """
-    arguments = flat_arguments(config)
-    arguments |= {"iteration": iteration, "consumed_train_samples": consumed_samples}
+    progress = {"iteration": iteration, "consumed_train_samples": consumed_samples}
     return {
         "producer": PRODUCER,
         "format_version": FORMAT_VERSION,
-        "args": argparse.Namespace(**arguments),
+        "args": argparse.Namespace(**arguments | progress),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "consumed_samples": consumed_samples,

@@ -284,6 +284,7 @@ class TrainStep:
             only the loss itself is checked then.
         reruns: runs a step again that looks wrong; None where nobody looks.
         skips_left: batches with NaN or Inf that may still be left out instead of stopping.
+        before_update: called before weights and optimizer change; None where nobody waits.
     """
 
     model: list[DistributedDataParallel]
@@ -298,6 +299,7 @@ class TrainStep:
     adapts_loss_scale: bool = False
     reruns: Reruns | None = None
     skips_left: int = 0
+    before_update: Callable[[], None] | None = None
     finalizer: GradientFinalizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -354,6 +356,8 @@ class TrainStep:
             )
         loss_scale = float(self.optimizer.get_loss_scale())
         if trainable:
+            if self.before_update is not None:
+                self.before_update()
             with naming_lost_ranks(batches):
                 updated, grad_norm, num_zeros = self.optimizer.step()
         if updated or not trainable:  # as upstream, an overflow takes no step of the schedules
