@@ -210,7 +210,10 @@ def build_muon(
         plain = dataclasses.replace(core, bf16=False)
         rule = muon(groups)
         first = rule if core.bf16 else FP32Optimizer(rule, core, _init_momentum)
-        adam = _adam_for_others(config, plain, model, matrices, gloo_groups)
+        adam: list[Any] = list(_adam_for_others(config, plain, model, matrices, gloo_groups))
+        if core.bf16:
+            # megatron-core 0.19 takes bare optimizers alone; 0.16 would unwrap them itself.
+            adam = [each.optimizer for each in adam]
         states = [_init_momentum] + [_init_moments] * len(adam)
         return SharedOutOptimizer([first, *adam], core, collection, init_state_fn_list=states)
     chain = [_wrapped(muon(groups[:1]), core, collection.mp)]
