@@ -2,10 +2,11 @@
 
     python benchmarks/attention.py            a few minutes on two cores
     python benchmarks/attention.py --quick    fewer sizes and turns
+    python benchmarks/attention.py --tables 3
 
 fp32, 8 heads of 64, causal, forward and backward. Documents are the files of the Python standard
 library cut to packs, or as many log-normal ones as fill a pack. Contenders of a table take turns,
-in the same process where they can; the best time of each counts. The four tables:
+in the same process where they can; the best time of each counts, in table 3 the median. The tables:
 
 1. one process against what one would write without it: one `scaled_dot_product_attention` with a
    dense document mask, a batch padded to the longest document, a loop over documents;
@@ -24,9 +25,11 @@ import os
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -38,11 +41,18 @@ from torch import Tensor
 from megatron.packed.accelerator.cpu import keep_freed_memory
 from megatron.packed.attention import (
     AttentionPlan,
-    ProcessGroupCommunicator,
     build_attention_plan,
     packed_attention,
 )
-from megatron.packed.attention.communicator import Label, Message, Pending
+from megatron.packed.attention.communicator import (
+    Communicator,
+    Expected,
+    Form,
+    Label,
+    Message,
+    Pending,
+)
+from megatron.packed.attention.host import communicator_of
 from megatron.packed.attention.kernels import tiles_cpu
 from megatron.packed.attention.plans import default_partition, report
 from megatron.packed.attention.task_graph import Tiles
@@ -219,25 +229,34 @@ def executor_overhead(quick: bool) -> None:
 # ---- 3. two ranks against two threads -----------------------------------------------------------
 
 
-class TimedCommunicator(ProcessGroupCommunicator):
-    """Adds up the seconds that exchanges are waited for."""
+class TimedCommunicator:
+    """Adds up the seconds that exchanges are waited for.
 
-    waited = 0.0
+    Args:
+        communicator: what exchanges.
+    """
 
-    def exchange(self, sends: list[Message], receives: list[Message], label: Label) -> Pending:
-        pending = super().exchange(sends, receives, label)
-        outer = self
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.in_order = communicator.in_order
+        self.outgoing = communicator.outgoing
+        self.waited = 0.0
 
-        class Timed:
-            def wait(self) -> None:
-                start = time.perf_counter()
-                pending.wait()
-                outer.waited += time.perf_counter() - start
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Expected], form: Form, label: Label
+    ) -> Pending:
+        pending = self._communicator.exchange(sends, receives, form, label)
+        wait = pending.wait
 
-            def is_done(self) -> bool:
-                return pending.is_done()
+        def timed() -> None:
+            start = time.perf_counter()
+            wait()
+            self.waited += time.perf_counter() - start
 
-        return Timed()
+        pending.wait = timed  # type: ignore[method-assign]
+        return pending
 
 
 @dataclass(frozen=True)
@@ -245,8 +264,8 @@ class RankJob:
     """What a rank times.
 
     Attributes:
-        plans: this rank's plans, by kind.
-        turns: repetitions; the best counts.
+        plans: plans of all ranks, by kind.
+        turns: repetitions; the first does not count.
         store: file that ranks meet at.
     """
 
@@ -255,60 +274,93 @@ class RankJob:
     store: str
 
 
-def _rank(rank: int, job: RankJob, queue: mp.SimpleQueue) -> None:
+@dataclass
+class RankTimes:
+    """Seconds of one plan on one rank, turn by turn.
+
+    Attributes:
+        total: forward and backward, until all ranks have ended.
+        waited: those of it that were waited for messages.
+        alone: the same wait where there is nothing to compute.
+    """
+
+    total: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    alone: list[float] = field(default_factory=list)
+
+
+def _rank(rank: int, job: RankJob, turn: Barrier, queue: mp.SimpleQueue) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=rank, world_size=2)
-    communicator = TimedCommunicator(dist.group.WORLD)
-    results = {}
-    for kind, plans in job.plans.items():
-        plan = plans[rank]
-        silent = replace(
-            plan, steps=tuple(replace(s, tiles=Tiles(s.tiles.bands[:0])) for s in plan.steps)
-        )
-        leaves, grad = inputs(plan.local_tokens)
-        total, waited, alone = float("inf"), 0.0, float("inf")
-        for _ in range(job.turns + 1):
+    first = Label("keys", 1, "forward")
+    communicator = TimedCommunicator(communicator_of(dist.group.WORLD, torch.device("cpu"), first))
+    times = {kind: RankTimes() for kind in job.plans}
+    data = {kind: inputs(plans[rank].local_tokens) for kind, plans in job.plans.items()}
+    for number in range(job.turns):
+        turn.wait()  # while the process of two threads has its turn
+        for kind, plans in job.plans.items():
+            plan, (leaves, grad) = plans[rank], data[kind]
+            silent = replace(
+                plan, steps=tuple(replace(s, tiles=Tiles(s.tiles.bands[:0])) for s in plan.steps)
+            )
             dist.barrier()
             communicator.waited, start = 0.0, time.perf_counter()
             attend(plan, leaves, grad, communicator)
             dist.barrier()  # a step ends when its slowest rank does
-            if time.perf_counter() - start < total:
-                total, waited = time.perf_counter() - start, communicator.waited
+            total, waited = time.perf_counter() - start, communicator.waited
             communicator.waited = 0.0
             attend(silent, leaves, grad, communicator)
-            alone = min(alone, communicator.waited)
-        results[kind] = total, waited, alone
-    queue.put((rank, results))
+            if number:
+                times[kind].total.append(total)
+                times[kind].waited.append(waited)
+                times[kind].alone.append(communicator.waited)
+        turn.wait()
+    queue.put((rank, times))
     dist.destroy_process_group()
 
 
 def two_ranks(quick: bool) -> None:
     print("\n3. Two ranks of one thread against one process of two threads (1.00: equally fast)")
-    for tokens in (8192,) if quick else (8192, 16384, 32768):
+    print("   medians over turns of the process, then the ranks; in brackets smallest and largest")
+    for tokens in (4096, 8192) if quick else (4096, 8192, 16384, 32768):
         lengths = corpus_documents(tokens)
         plans = {kind: plan_all(kind, lengths, 2)[0] for kind in KINDS}
-        turns = 2 if quick else 4
+        turns = 4 if quick else 6 if tokens > 16384 else 10
         leaves, grad = inputs(tokens)
         single = build_attention_plan("local", np.cumsum([0, *lengths]))
-        alone = best_of({"one": lambda p=single, x=leaves, g=grad: attend(p, x, g)}, turns)["one"]
+        one: list[float] = []
         with tempfile.TemporaryDirectory() as folder:
+            context = mp.get_context("spawn")
+            queue, turn = context.SimpleQueue(), context.Barrier(3)
             job = RankJob(plans, turns, f"{folder}/store")
-            queue = mp.get_context("spawn").SimpleQueue()
-            mp.start_processes(_rank, args=(job, queue), nprocs=2, start_method="spawn")
+            ranks = mp.start_processes(
+                _rank, args=(job, turn, queue), nprocs=2, start_method="spawn", join=False
+            )
+            for number in range(turns):
+                attend(single, leaves, grad)  # wakes its threads up
+                start = time.perf_counter()
+                attend(single, leaves, grad)
+                if number:
+                    one.append(time.perf_counter() - start)
+                turn.wait()
+                turn.wait()
             results = dict(queue.get() for _ in range(2))
-        again = best_of({"one": lambda p=single, x=leaves, g=grad: attend(p, x, g)}, turns)["one"]
-        best = min(alone, again)
-        print(f"{tokens} tokens, {len(lengths)} documents: one process {best * 1e3:.0f} ms")
-        print(f"  {'plan':12}{'ratio':>7}{'areas':>24}{'bytes sent':>22}{'overlap':>9}")
+            while not ranks.join():
+                pass
+        print(f"{tokens} tokens, {len(lengths)} documents: one process {median(one) * 1e3:.0f} ms")
+        print(f"  {'plan':12}{'ratio':>19}{'areas':>24}{'bytes sent':>22}{'overlap':>9}")
         for kind in KINDS:
-            total = max(results[rank][kind][0] for rank in range(2))
-            waited = sum(results[rank][kind][1] for rank in range(2))
-            exchange = sum(results[rank][kind][2] for rank in range(2))
+            both = [results[rank][kind] for rank in range(2)]
+            total = map(max, *(times.total for times in both))
+            ratios = [a / b for a, b in zip(one, total, strict=True)]
+            ratio = f"{median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})"
+            waited = sum(min(times.waited) for times in both)
+            exchange = sum(min(times.alone) for times in both)
             areas = " ".join(f"{plan.area:,}" for plan in plans[kind])
             sent = " ".join(f"{p.bytes_sent(HEADS, HEADS, WIDTH, WIDTH, 4):,}" for p in plans[kind])
             overlap = max(1 - waited / exchange, 0.0) if exchange else 0.0
-            print(f"  {kind:12}{best / total:7.2f}{areas:>24}{sent:>22}{overlap:9.0%}")
+            print(f"  {kind:12}{ratio:>19}{areas:>24}{sent:>22}{overlap:9.0%}")
 
 
 # ---- 4. plans by the numbers --------------------------------------------------------------------
@@ -359,15 +411,15 @@ def plans_by_numbers(quick: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer sizes and turns")
-    quick = parser.parse_args().quick
+    parser.add_argument("--tables", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N")
+    arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.manual_seed(0)
     keep_freed_memory()  # as training does
     torch.set_num_threads(THREADS)
-    one_process(quick)
-    executor_overhead(quick)
-    two_ranks(quick)
-    plans_by_numbers(quick)
+    tables = {1: one_process, 2: executor_overhead, 3: two_ranks, 4: plans_by_numbers}
+    for number in arguments.tables:
+        tables[number](arguments.quick)
 
 
 if __name__ == "__main__":

@@ -34,15 +34,21 @@ def _inputs(case, dtype):
     return [[x[i] for i in index] for x in whole]
 
 
-def _attend(case, dtype, layers=1):
+def _attend(case, dtype, layers=1, group=None):
     """Forward and backward of this rank; with layers, one call after another."""
     rank = dist.get_rank()
     q, k, v, grad = (x[rank] for x in _inputs(case, dtype))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     outs = [packed_attention(*leaves, case.plans[rank], group) for _ in range(layers)]
     grads = torch.autograd.grad(outs, leaves, [grad] * layers)
     return [x.detach() for x in (outs[-1], *grads)]
+
+
+def _attend_both_ways(case, dtype):
+    """Through shared memory, as ranks of one host do, and through the group."""
+    through_group = _attend(case, dtype, group=ProcessGroupCommunicator(dist.group.WORLD))
+    return _attend(case, dtype), through_group
 
 
 @pytest.mark.parametrize(("name", "cp_size"), CASES)
@@ -53,10 +59,11 @@ def test_ranks_get_the_bits_of_one_process(worker_pool, name, cp_size):
         leaves = [x.requires_grad_() for x in (*q, *k, *v)]
         outs = simulate_attention(q, k, v, case.plans)
         grads = torch.autograd.grad(outs, leaves, grad)
-        results = worker_pool(cp_size).run(_attend, case, dtype)
-        for rank, got in enumerate(results):
+        results = worker_pool(cp_size).run(_attend_both_ways, case, dtype)
+        for rank, ways in enumerate(results):
             wanted = [outs[rank], *grads[rank::cp_size]]
-            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+            for got in ways:
+                assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", ["p2p", "dispatch"])

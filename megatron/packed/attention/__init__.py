@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatron.packed.attention.plans import PLAN_KINDS, AttentionPlan, build_attention_plan
 
 if TYPE_CHECKING:
-    from megatron.packed.attention.communicator import InProcessNetwork, ProcessGroupCommunicator
     from megatron.packed.attention.executor import packed_attention
+    from megatron.packed.attention.in_process import InProcessNetwork
+    from megatron.packed.attention.process_group import ProcessGroupCommunicator
     from megatron.packed.attention.simulation import simulate_attention
 
 __all__ = [
@@ -26,8 +27,8 @@ __all__ = [
 ]
 
 _TORCH_NAMES = {
-    "InProcessNetwork": "communicator",
-    "ProcessGroupCommunicator": "communicator",
+    "InProcessNetwork": "in_process",
+    "ProcessGroupCommunicator": "process_group",
     "packed_attention": "executor",
     "simulate_attention": "simulation",
 }

@@ -28,7 +28,6 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.packed.attention.communicator import ProcessGroupCommunicator
 from megatron.packed.attention.executor import packed_attention
 from megatron.packed.attention.kernels import cpu, dropout
 from megatron.packed.attention.magi import MagiShare
@@ -99,7 +98,6 @@ class PackedCoreAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, self.layer_number
         )
         self._pg_collection = pg_collection
-        self._communicator: ProcessGroupCommunicator | None = None
         width = k_channels or config.kv_channels
         # config.apply_query_key_layer_scaling divides by the layer number here and multiplies by
         # it inside the softmax, against fp16 overflow: in fp32 the two cancel.
@@ -212,11 +210,9 @@ class PackedCoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
     ) -> Tensor:
         """Run a plan over the context-parallel ranks; shapes as in `forward`, of local tokens."""
-        if self._communicator is None:
-            group = getattr(self._pg_collection, "cp", None)
-            self._communicator = ProcessGroupCommunicator(
-                parallel_state.get_context_parallel_group() if group is None else group
-            )
+        group = getattr(self._pg_collection, "cp", None)
+        if group is None:
+            group = parallel_state.get_context_parallel_group()
         q, k, v = query, key, value
         if query.dim() == 4:  # local tokens of row 0, then of row 1, ...
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
@@ -225,7 +221,7 @@ class PackedCoreAttention(MegatronModule):
             k,
             v,
             plan,
-            self._communicator,
+            group,
             softmax_scale=self.softmax_scale,
             sink=self.softmax_offset,
         ).flatten(1)

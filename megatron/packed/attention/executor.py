@@ -7,9 +7,10 @@ backward   the same, and after the tiles of i: post the gradients of i to the ow
 ```
 
 Memory is that of the local tokens and two key-value buffers, of what arrives and of what is in
-use. Outputs, log-sum-exps and gradients are accumulated in fp32 (fp64 for fp64) in the order of
-the plan, so that a run repeats bit by bit on CPU. The backward pass uses the merged log-sum-exp,
-which makes every tile's gradient exact on its own; keys and values are fetched again.
+use; where ranks share memory, the senders hold them. Outputs, log-sum-exps and gradients are
+accumulated in fp32 (fp64 for fp64) in the order of the plan, so that a run repeats bit by bit on
+CPU. The backward pass uses the merged log-sum-exp, which makes every tile's gradient exact on its
+own; keys and values are fetched again.
 Padding rows are never read: their outputs and gradients are zeros even where inputs are NaN.
 
 Sources: Ring Attention (Liu et al. 2023), FlashAttention-2 (Dao 2023) for the backward from the
@@ -19,29 +20,26 @@ log-sum-exp, MagiAttention for one engine over many plans.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.packed.attention.communicator import (
-    Communicator,
-    InProcessNetwork,
-    Label,
-    ProcessGroupCommunicator,
-    Task,
-    drive,
-)
+from megatron.packed.attention.communicator import Communicator, Label, Pending, Task, drive
 from megatron.packed.attention.head_exchange import (
     check_heads,
     heads_to_tokens,
+    join_heads,
     split_columns,
     sum_replicas,
     tokens_to_heads,
 )
+from megatron.packed.attention.host import communicator_of
+from megatron.packed.attention.in_process import InProcessNetwork
 from megatron.packed.attention.kernels import TileKernel, select_tile_kernel
 from megatron.packed.attention.plans.plan import AttentionPlan, Step
-from megatron.packed.attention.row_exchange import Arriving, RowExchanges, add_rows
+from megatron.packed.attention.row_exchange import RowExchanges, add_rows
 from megatron.packed.attention.sinks import add_sink, heads_in_steps, sink_gradient
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -80,7 +78,7 @@ def packed_attention(
     """
     check_inputs(query, key, value, plan)
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    communicator = _communicator_of(group)
+    communicator = _communicator_of(group, plan, query.device)
     if (communicator.rank, communicator.size) != (plan.cp_rank, plan.cp_size):
         raise ValueError(
             f"plan: made for rank {plan.cp_rank} of {plan.cp_size}, the group has rank "
@@ -89,10 +87,17 @@ def packed_attention(
     return _PackedAttention.apply(query, key, value, sink, plan, communicator, scale)
 
 
-def _communicator_of(group: Communicator | dist.ProcessGroup | None) -> Communicator:
+def _communicator_of(
+    group: Communicator | dist.ProcessGroup | None, plan: AttentionPlan, device: torch.device
+) -> Communicator:
     if group is None:
         return InProcessNetwork(1).communicators()[0]
-    return ProcessGroupCommunicator(group) if isinstance(group, dist.ProcessGroup) else group
+    if not isinstance(group, dist.ProcessGroup):
+        return group
+    first = Label("keys", 1, "forward")
+    if plan.head_exchange is not None:
+        first = Label("heads", 0, "forward")
+    return communicator_of(group, device, first)
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> None:
@@ -158,10 +163,10 @@ def forward_task(
     )
     out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale, sink)
     saved = query, key, value, out, lse
-    (parts,) = yield from heads_to_tokens(
-        exchange, communicator, (out,), Label("outputs", 0, "forward")
+    (whole,) = yield from heads_to_tokens(
+        exchange, communicator, (out,), (join_heads,), Label("outputs", 0, "forward")
     )
-    return torch.cat(parts, dim=1), saved
+    return whole, saved
 
 
 def backward_task(
@@ -185,15 +190,11 @@ def backward_task(
     grads = yield from _backward_steps(plan, communicator, grad, *saved, scale)
     if kv_heads >= exchange.size:
         grads = tuple(x.to(dtype) for x in grads)  # nothing is summed any more
-    dq, dk, dv = yield from heads_to_tokens(
-        exchange, communicator, grads, Label("heads", 0, "backward")
+    sums = partial(sum_replicas, heads=kv_heads)
+    parts = yield from heads_to_tokens(
+        exchange, communicator, grads, (join_heads, sums, sums), Label("heads", 0, "backward")
     )
-    return (
-        torch.cat(dq, dim=1).to(dtype),
-        sum_replicas(dk, kv_heads).to(dtype),
-        sum_replicas(dv, kv_heads).to(dtype),
-        *sink_gradient(plan, grad, *saved[3:], sink),
-    )
+    return (*(x.to(dtype) for x in parts), *sink_gradient(plan, grad, *saved[3:], sink))
 
 
 def _kernel_for(query: Tensor, value: Tensor) -> TileKernel:
@@ -224,16 +225,18 @@ def _forward_steps(
     out = make((plan.rows, q.shape[1], value.shape[2]), dtype=dtype)
     lse = q.new_full((plan.rows, q.shape[1]), -torch.inf, dtype=dtype)
     exchanges = RowExchanges(communicator, key, value, "forward")
-    arriving: Arriving | None = None
+    arriving: Pending | None = None
     for index, step in enumerate(plan.steps):
-        k, v = key, value
-        if arriving is not None:
-            yield arriving.pending
-            k, v = split_columns(arriving.buffer, exchanges.shapes)
+        k, v, arrived = key, value, arriving
+        if arrived is not None:
+            yield arrived
+            k, v = exchanges.keys_and_values(arrived)
         following = plan.steps[index + 1] if index + 1 < len(plan.steps) else None
         arriving = exchanges.fetch(following) if following is not None else None
         k, v = kernel.prepare(k, width), kernel.prepare(v, width)
         kernel.forward(q, k, v, step, scale, out, lse)
+        if arrived is not None:
+            arrived.release()
     if sink is not None:
         add_sink(out, lse, sink)
     return out.to(query.dtype), lse
@@ -258,14 +261,14 @@ def _backward_steps(
     columns = sum(heads * size for heads, size in exchanges.shapes)
     dq = q.new_zeros(query.shape, dtype=dtype)
     local_rows = q.new_zeros((plan.rows, columns), dtype=dtype)
-    arriving: Arriving | None = None
-    returning: tuple[Step, Arriving] | None = None
+    arriving: Pending | None = None
+    returning: tuple[Step, Pending] | None = None
     for index, step in enumerate(plan.steps):
-        k, v, rows = key, value, local_rows
-        if arriving is not None:
-            yield arriving.pending
-            k, v = split_columns(arriving.buffer, exchanges.shapes)
-            rows = q.new_zeros(arriving.buffer.shape, dtype=dtype)
+        k, v, rows, arrived = key, value, local_rows, arriving
+        if arrived is not None:
+            yield arrived
+            k, v = exchanges.keys_and_values(arrived)
+            rows = exchanges.gradients(step)
         following = plan.steps[index + 1] if index + 1 < len(plan.steps) else None
         # One global order of all exchanges, fetch i + 1 before give back i, is what lets messages
         # be matched without tags; a rank that skips an exchange must not run ahead of it.
@@ -279,14 +282,20 @@ def _backward_steps(
         dk, dv = split_columns(rows, exchanges.shapes)
         kernel.backward(grad, q, k, v, out, lse, step, scale, dq, dk, dv)
         lent = returning
-        if index > 0:
+        if arrived is not None:
+            arrived.release()
             returning = step, exchanges.give_back(step, rows)
         if late is not None:
             arriving = exchanges.fetch(late)
         if lent is not None:
-            yield lent[1].pending
-            add_rows(local_rows, lent[0], lent[1].buffer)
+            yield lent[1]
+            _add_lent(local_rows, *lent)
     if returning is not None:
-        yield returning[1].pending
-        add_rows(local_rows, returning[0], returning[1].buffer)
+        yield returning[1]
+        _add_lent(local_rows, *returning)
     return dq, *split_columns(local_rows, exchanges.shapes)
+
+
+def _add_lent(local_rows: Tensor, step: Step, came_back: Pending) -> None:
+    add_rows(local_rows, step, came_back.parts())
+    came_back.release()

@@ -15,12 +15,12 @@ Source: DeepSpeed-Ulysses (Jacobs et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.packed.attention.communicator import Communicator, Label, Task
+from megatron.packed.attention.communicator import Communicator, Form, Label, Pending, Task
 from megatron.packed.attention.plans.plan import HeadExchange
 from megatron.packed.errors import ConfigurationError
 
@@ -71,50 +71,72 @@ def tokens_to_heads(
         `[size * member_rows, member's heads, d]` each, in order of position.
     """
     slices = [head_slices(x.shape[1], exchange.size) for x in tensors]
+    shapes = [(s[0].stop - s[0].start, x.shape[2]) for x, s in zip(tensors, slices, strict=True)]
     rows = exchange.member_rows
 
-    def message(place: int) -> Tensor:
-        parts = [x[:, s[place]].flatten(1) for x, s in zip(tensors, slices, strict=True)]
-        return torch.cat(parts, dim=1)
+    def write(message: Tensor, place: int) -> None:
+        for part, x, s in zip(split_columns(message, shapes), tensors, slices, strict=True):
+            part.copy_(x[:, s[place]])
 
-    own = message(exchange.place)
-    buffer = own.new_empty(exchange.size * rows, own.shape[1])
-    buffer[exchange.place * rows :][:rows] = own
-    yield _post(exchange, communicator, message, buffer.split(rows) if rows else (), label)
+    form = _form_of(tensors[0], shapes)
+    pending = _post(exchange, communicator, write, form, label)
+    whole = form.empty(exchange.size * rows)
+    places = [whole[place * rows :][:rows] for place in range(exchange.size)]
+    write(places[exchange.place], exchange.place)
+    yield pending
+    for place, part in zip(_others(exchange), pending.parts(), strict=True):
+        places[place].copy_(part)
+    pending.release()
     if exchange.order is not None:
-        buffer = buffer.index_select(0, torch.from_numpy(exchange.order).to(buffer.device))
-    return split_columns(
-        buffer, [(s[0].stop - s[0].start, x.shape[2]) for x, s in zip(tensors, slices, strict=True)]
-    )
+        whole = whole.index_select(0, torch.from_numpy(exchange.order).to(whole.device))
+    return split_columns(whole, shapes)
 
 
 def heads_to_tokens(
-    exchange: HeadExchange, communicator: Communicator, tensors: Sequence[Tensor], label: Label
-) -> Task[list[list[Tensor]]]:
+    exchange: HeadExchange,
+    communicator: Communicator,
+    tensors: Sequence[Tensor],
+    joins: Sequence[Callable[[Sequence[Tensor]], Tensor]],
+    label: Label,
+) -> Task[list[Tensor]]:
     """The way back.
 
     Args:
         exchange: members and order.
         communicator: this rank's.
         tensors: `[size * member_rows, heads, d]` each, of one dtype, in order of position.
+        joins: for each tensor, what makes one new tensor of what each member has of this rank's
+            tokens, `[member_rows, heads, d]`.
         label: names the messages.
 
     Returns:
-        For each tensor, what each member has of this rank's tokens: `[member_rows, heads, d]`.
+        What the joins give.
     """
-    rows = exchange.member_rows
-    wide = torch.cat([x.flatten(1) for x in tensors], dim=1)
-    if exchange.order is not None:
-        order = torch.from_numpy(exchange.order).to(wide.device)
-        wide = torch.empty_like(wide).index_copy_(0, order, wide)
-    parts = wide.split(rows) if rows else ()
-    buffer = torch.empty_like(wide)
-    buffers = list(buffer.split(rows)) if rows else []
-    yield _post(exchange, communicator, lambda place: parts[place], buffers, label)
-    buffer[exchange.place * rows :][:rows] = wide[exchange.place * rows :][:rows]
-    shapes = [tuple(x.shape[1:]) for x in tensors]
-    by_member = [split_columns(part, shapes) for part in buffers]
-    return [[part[i] for part in by_member] for i in range(len(tensors))]
+    shapes = [(x.shape[1], x.shape[2]) for x in tensors]
+
+    def rows_of(x: Tensor, place: int) -> Tensor:
+        index = exchange.rows_of_member(place)
+        if isinstance(index, slice):
+            return x[index]
+        return x.index_select(0, torch.from_numpy(index).to(x.device))
+
+    def write(message: Tensor, place: int) -> None:
+        for part, x in zip(split_columns(message, shapes), tensors, strict=True):
+            part.copy_(rows_of(x, place))
+
+    pending = _post(exchange, communicator, write, _form_of(tensors[0], shapes), label)
+    by_member = [[rows_of(x, exchange.place) for x in tensors]] * exchange.size
+    yield pending
+    for place, part in zip(_others(exchange), pending.parts(), strict=True):
+        by_member[place] = split_columns(part, shapes)
+    joined = [join([parts[i] for parts in by_member]) for i, join in enumerate(joins)]
+    pending.release()
+    return joined
+
+
+def join_heads(parts: Sequence[Tensor]) -> Tensor:
+    """All heads, from the members that hold some of them each: `[rows, heads, d]`."""
+    return torch.cat(list(parts), dim=1)
 
 
 def sum_replicas(parts: Sequence[Tensor], heads: int) -> Tensor:
@@ -138,11 +160,31 @@ def split_columns(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Ten
     ]
 
 
-def _post(exchange, communicator, message, buffers, label):
-    """Send `message(place)` to every other member and fill the buffers from them."""
-    others = [place for place in range(exchange.size) if place != exchange.place]
+def _form_of(like: Tensor, shapes: Sequence[tuple[int, int]]) -> Form:
+    return Form(sum(heads * width for heads, width in shapes), like.dtype, like.device)
+
+
+def _others(exchange: HeadExchange) -> list[int]:
+    """Places of the members that this rank exchanges messages with."""
     if not exchange.member_rows:
-        others = []
-    sends = [(exchange.members[place], message(place).contiguous()) for place in others]
-    receives = [(exchange.members[place], buffers[place]) for place in others]
-    return communicator.exchange(sends, receives, label)
+        return []
+    return [place for place in range(exchange.size) if place != exchange.place]
+
+
+def _post(
+    exchange: HeadExchange,
+    communicator: Communicator,
+    write: Callable[[Tensor, int], None],
+    form: Form,
+    label: Label,
+) -> Pending:
+    """Send every other member what `write` puts into its message, and expect as much from it."""
+    others, rows = _others(exchange), exchange.member_rows
+    memory = communicator.outgoing(len(others) * rows, form, label)
+    sends = []
+    for number, place in enumerate(others):
+        message = memory[number * rows :][:rows]
+        write(message, place)
+        sends.append((exchange.members[place], message))
+    receives = [(exchange.members[place], rows) for place in others]
+    return communicator.exchange(sends, receives, form, label)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.packed.attention.communicator import InProcessNetwork
 from megatron.packed.attention.executor import backward_task, check_inputs, forward_task
+from megatron.packed.attention.in_process import InProcessNetwork
 from megatron.packed.attention.plans.plan import AttentionPlan
 
 

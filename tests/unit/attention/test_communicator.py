@@ -5,33 +5,48 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.packed.attention.communicator import InProcessNetwork, Label
+from megatron.packed.attention.communicator import Form, Label
 from megatron.packed.attention.head_exchange import head_slices, sum_replicas
+from megatron.packed.attention.in_process import InProcessNetwork
 
 LABEL = Label("keys", 3, "forward")
 
 
+FORM = Form(1, torch.float32, torch.device("cpu"))
+
+
+def row(value=0.0, rows=1):
+    return torch.full((rows, 1), value)
+
+
 def exchange(end, sends, receives, label=LABEL):
-    yield end.exchange(sends, receives, label)
-    return [float(x[0]) for _, x in receives]
+    pending = end.exchange(sends, receives, FORM, label)
+    yield pending
+    return [float(x) for part in pending.parts() for x in part.flatten()]
 
 
 def test_messages_arrive():
     network = InProcessNetwork(2)
     ends = network.communicators()
-    buffers = [torch.zeros(1), torch.zeros(1)]
-    tasks = [
-        exchange(ends[r], [(1 - r, torch.full((1,), float(r)))], [(1 - r, buffers[r])])
-        for r in range(2)
-    ]
+    tasks = [exchange(ends[r], [(1 - r, row(float(r)))], [(1 - r, 1)]) for r in range(2)]
     assert network.drive(tasks) == [[1.0], [0.0]]
     assert network.bytes_sent == [4, 4]
+
+
+def test_what_was_released_is_not_there_any_more():
+    (end, _) = InProcessNetwork(2).communicators()
+    pending = end.exchange([(0, row(5.0))], [(0, 1)], FORM, LABEL)
+    pending.wait()
+    (part,) = pending.parts()
+    assert part.tolist() == [[5.0]]
+    pending.release()
+    assert part.isnan().all()
 
 
 def test_a_circle_of_waits_is_an_error():
     network = InProcessNetwork(2)
     ends = network.communicators()
-    tasks = [exchange(ends[r], [], [(1 - r, torch.zeros(1))]) for r in range(2)]
+    tasks = [exchange(ends[r], [], [(1 - r, 1)]) for r in range(2)]
     with pytest.raises(RuntimeError, match="rank 0 waits for rank 1 in step 3 of the attention's"):
         network.drive(tasks)
 
@@ -39,7 +54,7 @@ def test_a_circle_of_waits_is_an_error():
 def test_a_message_that_nobody_receives_is_an_error():
     network = InProcessNetwork(2)
     ends = network.communicators()
-    tasks = [exchange(ends[0], [(1, torch.zeros(1))], []), exchange(ends[1], [], [])]
+    tasks = [exchange(ends[0], [(1, row())], []), exchange(ends[1], [], [])]
     with pytest.raises(RuntimeError, match="rank 1 never received what rank 0 sent in step 3"):
         network.drive(tasks)
 
@@ -47,11 +62,8 @@ def test_a_message_that_nobody_receives_is_an_error():
 def test_a_message_of_another_size_is_an_error():
     network = InProcessNetwork(2)
     ends = network.communicators()
-    tasks = [
-        exchange(ends[0], [(1, torch.zeros(2))], []),
-        exchange(ends[1], [], [(0, torch.zeros(3))]),
-    ]
-    with pytest.raises(RuntimeError, match=r"rank 1 expects \(3,\) .* from rank 0 in step 3"):
+    tasks = [exchange(ends[0], [(1, row(rows=2))], []), exchange(ends[1], [], [(0, 3)])]
+    with pytest.raises(RuntimeError, match=r"rank 1 expects \(3, 1\) .* from rank 0 in step 3"):
         network.drive(tasks)
 
 

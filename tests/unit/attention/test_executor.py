@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.packed.attention import executor
-from megatron.packed.attention.communicator import InProcessCommunicator, InProcessNetwork
 from megatron.packed.attention.executor import packed_attention
+from megatron.packed.attention.in_process import InProcessCommunicator, InProcessNetwork
 from megatron.packed.attention.kernels import tiles_cpu, tiles_portable, tiles_reference
 from megatron.packed.attention.plans import build_attention_plan
 from megatron.packed.attention.simulation import simulate_attention
@@ -299,11 +299,12 @@ class CountingCommunicator(InProcessCommunicator):
         super().__init__(network, rank)
         self.buffers, self.most = [], 0
 
-    def exchange(self, sends, receives, label):
+    def exchange(self, sends, receives, form, label):
+        pending = super().exchange(sends, receives, form, label)
         if label.channel == "keys" and receives:
-            self.buffers.append(weakref.ref(receives[0][1].untyped_storage()))
+            self.buffers.append(weakref.ref(pending.parts()[0].untyped_storage()))
             self.most = max(self.most, sum(x() is not None for x in self.buffers))
-        return super().exchange(sends, receives, label)
+        return pending
 
 
 def test_two_buffers_of_keys_at_most():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.packed.attention import packed_attention
-from megatron.packed.attention.communicator import InProcessNetwork
 from megatron.packed.attention.executor import backward_task, forward_task
+from megatron.packed.attention.in_process import InProcessNetwork
 from megatron.packed.attention.plans import PLAN_KINDS, build_attention_plan
 from megatron.packed.packing.partition import make_partition
 

@@ -10,17 +10,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.packed.attention import simulate_attention
-from megatron.packed.attention.communicator import InProcessNetwork
+from megatron.packed.attention.communicator import Form, Landing
+from megatron.packed.attention.in_process import InProcessNetwork
 from tests.unit.attention.plan_cases import ALGORITHMS, make_case
 
 
-class Group:
+class Group(Landing):
     """A group call: all of its messages move at the same time."""
 
-    def __init__(self, network, sends, receives, label):
+    def __init__(self, network, sends, receives, form, label):
+        super().__init__(receives, form)
         self.network = network
         self.sends = deque(sends)
-        self.receives = list(receives)
+        peers = [peer for peer, _ in receives]
+        self.receives = list(zip(peers, self.parts(), strict=True))
         self.label = label
 
     def __str__(self):
@@ -40,8 +43,11 @@ class StreamCommunicator:
     def __init__(self, network, rank):
         self.network, self.rank, self.size = network, rank, network.size
 
-    def exchange(self, sends, receives, label):
-        group = Group(self.network, [(p, x.clone()) for p, x in sends], receives, label)
+    def outgoing(self, rows, form, label):
+        return form.empty(rows)
+
+    def exchange(self, sends, receives, form, label):
+        group = Group(self.network, [(p, x.clone()) for p, x in sends], receives, form, label)
         self.network.streams[self.rank].append(group)
         return group
 
@@ -120,13 +126,16 @@ def test_one_global_order_of_exchanges(name, cp_size, lengths, window):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+FORM = Form(1, torch.float32, torch.device("cpu"))
+
+
 def test_streams_do_hang_where_orders_differ():
     network = StreamNetwork(2)
     ends = network.communicators()
 
     def task(rank, labels):
         waits = [
-            ends[rank].exchange([(1 - rank, torch.zeros(1))], [(1 - rank, torch.zeros(1))], label)
+            ends[rank].exchange([(1 - rank, torch.zeros(1, 1))], [(1 - rank, 1)], FORM, label)
             for label in labels
         ]
         yield from waits

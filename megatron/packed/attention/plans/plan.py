@@ -118,6 +118,15 @@ class HeadExchange:
         """Ranks that exchange heads."""
         return len(self.members)
 
+    @cached_property
+    def _inverse(self) -> Int64 | None:
+        return None if self.order is None else np.argsort(self.order)
+
+    def rows_of_member(self, place: int) -> slice | Int64:
+        """Which rows in ascending order of position are a member's, in the order it holds them."""
+        rows = slice(place * self.member_rows, (place + 1) * self.member_rows)
+        return rows if self._inverse is None else self._inverse[rows]
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
