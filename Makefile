@@ -19,10 +19,10 @@ EXTRAS ?= test
 PIP_ARGS ?=
 DEMO ?= demo
 
+comma := ,
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
-comma := ,
 
 # An environment of another Python would be used in silence.
 ifeq ($(origin PYTHON),command line)
