@@ -98,7 +98,8 @@ def _free_distributed_optimizers() -> None:
     """
     for each in gc.get_objects():
         if isinstance(each, DistributedOptimizer):
-            vars(each.optimizer).clear()
+            if "optimizer" in vars(each):  # else cleared before, and held by something else as well
+                vars(each.optimizer).clear()
             vars(each).clear()
     gc.collect()
 
