@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import signal
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -85,6 +86,10 @@ class BatchIterator(Iterator[Batch]):
         atexit.unregister(end_workers)
         atexit.register(end_workers)
         self._batches = iter(loader)
+        if loader.num_workers > 0:
+            # Workers are told to end through queues. Left to itself the garbage collector may close
+            # those first, and then waits for each worker until its patience ends.
+            weakref.finalize(self, self._batches._shutdown_workers).atexit = False
 
     def __next__(self) -> Batch:
         batch = next(self._batches)

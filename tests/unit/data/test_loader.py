@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import subprocess
 import sys
 import warnings
@@ -77,6 +79,25 @@ def test_a_data_error_in_collate_arrives_too():
     )
     with pytest.raises(DataError, match="^can't collate$"):
         next(build_loader(Numbers(4), sampler, refuse))
+
+
+def test_workers_end_with_their_iterator(monkeypatch: pytest.MonkeyPatch):
+    """Also as part of a cycle, whose objects the garbage collector ends in any order."""
+    patience = "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL"
+    monkeypatch.setattr(patience, 600.0)  # the workers'
+    others = set(multiprocessing.active_children())
+    batches = build_loader(Numbers(100), [[i] for i in range(100)], list, num_workers=2)
+    next(batches)
+    monkeypatch.setattr(patience, 10.0)  # that of who waits for them, and terminates them then
+    terminated: list[object] = []
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", terminated.append)
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
+    batches.itself = batches
+    del batches
+    gc.collect()
+    assert not terminated
+    assert [worker.exitcode for worker in workers] == [0, 0]
 
 
 # What a program does that handles SIGTERM and dies of an error nobody expected, which holds on to
