@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +61,8 @@ def test_duplicates_are_one_request_and_a_second_ends_at_once() -> None:
     now, codes = [100.0], []
     watch = SignalWatch((signal.SIGUSR1,), clock=lambda: now[0], end_now=codes.append)
     before = signal.getsignal(signal.SIGUSR1)
-    with watch.listening():
+    watch.listen()
+    try:
         assert watch.received is None
         for _ in range(2):  # by the cluster, and by the launcher that passes it on
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -68,4 +71,39 @@ def test_duplicates_are_one_request_and_a_second_ends_at_once() -> None:
         now[0] += 4.0
         os.kill(os.getpid(), signal.SIGUSR1)
         assert codes == [128 + signal.SIGUSR1]
+    finally:
+        watch.put_back()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+_LATE = """
+import os, signal, sys
+from megatron.packed.arguments import config_from_flags
+from megatron.packed.training.signals import watch_of
+
+class Late:  # deleted with its module, after Python has put its own handlers away
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+
+late = Late()
+config = config_from_flags(sys.argv[1], {})
+try:
+    with watch_of(config):
+        if sys.argv[2] == "failed":
+            raise RuntimeError
+except RuntimeError:
+    print("failed", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["well", "failed"])
+def test_a_signal_after_the_end_of_a_run(how: str, fault_flags: str) -> None:
+    """It neither spoils the exit code of a run that ended well nor waits for one that failed."""
+    command = [sys.executable, "-c", _LATE, f"{fault_flags} --exit-signal-handler", how]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if how == "well":
+        assert (process.returncode, process.stdout) == (0, "ended\n"), process.stderr
+    else:
+        assert (process.returncode, process.stdout) == (-signal.SIGTERM, "failed\n")

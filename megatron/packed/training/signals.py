@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -37,16 +39,21 @@ class SignalWatch:
     clock: Callable[[], float] = time.monotonic
     end_now: Callable[[int], object] = os._exit
     _since: float = field(default=0.0, init=False)
+    _before: dict[signal.Signals, Any] = field(default_factory=dict, init=False)
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[SignalWatch]:
-        """Listen for as long as the context lasts."""
-        before = {each: signal.signal(each, self._on_signal) for each in self.signals}
-        try:
-            yield self
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+    def listen(self) -> None:
+        """Take requests from now on."""
+        self._before = {each: signal.signal(each, self._on_signal) for each in self.signals}
+
+    def put_back(self) -> None:
+        """Have the signals do what they did before."""
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def ignore(self) -> None:
+        """Take no more requests, until the process has ended."""
+        for each in self.signals:
+            signal.signal(each, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -60,14 +67,26 @@ class SignalWatch:
 
 @contextlib.contextmanager
 def watch_of(config: Config) -> Iterator[SignalWatch | None]:
-    """Listen as `--exit-signal-handler` and `--exit-signal` say; None without the former."""
+    """Listen as `--exit-signal-handler` and `--exit-signal` say; None without the former.
+
+    For programs: a run that came to its end has nothing left to save, and a request that finds
+    it still closing files and connections must not turn its exit code into a failure. So the
+    handlers stay after a run that ended well, and once Python takes itself down, which would put
+    the deadly defaults back, the signals are ignored.
+    """
     flags = config.faults
     if not flags.exit_signal_handler:
         yield None
         return
     chosen = {signal.Signals[flags.exit_signal]: None, signal.SIGUSR1: None}
-    with SignalWatch(tuple(chosen)).listening() as watch:
+    watch = SignalWatch(tuple(chosen))
+    watch.listen()
+    try:
         yield watch
+    except BaseException:
+        watch.put_back()
+        raise
+    atexit.register(watch.ignore)
 
 
 def true_on_any_rank(questions: Mapping[str, bool], device: torch.device) -> dict[str, bool]:
