@@ -28,7 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from megatron.packed.data.files import publish, require_writable_folder
 from megatron.packed.data.index_files import CorpusWriter
 from megatron.packed.data.json_lines import JsonLine, JsonLines
-from megatron.packed.data.tokenizers import TOKENIZER_BUILDERS, PackedTokenizer, build_tokenizer
+from megatron.packed.data.tokenizer_base import PackedTokenizer
+from megatron.packed.data.tokenizers import TOKENIZER_BUILDERS, build_tokenizer
 from megatron.packed.errors import ConfigurationError, DataError
 
 _CHUNK_BYTES = 1 << 20

@@ -35,7 +35,7 @@ from megatron.packed.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from megatron.packed.arguments import Config
-    from megatron.packed.data.tokenizers import PackedTokenizer
+    from megatron.packed.data.tokenizer_base import PackedTokenizer
 
 Rows = RowDataset | MockRowDataset | BlendedRowDataset
 Splits = tuple[Rows | DocumentCorpus | None, ...]

@@ -18,7 +18,7 @@ from megatron.packed.data.chat_formats import (
     TokenizersTemplate,
 )
 from megatron.packed.data.json_lines import JsonLine
-from megatron.packed.data.tokenizers import PackedTokenizer
+from megatron.packed.data.tokenizer_base import PackedTokenizer
 from megatron.packed.errors import ConfigurationError, DataError
 from megatron.packed.json_text import read_json
 

@@ -24,7 +24,7 @@ from megatron.packed.errors import DataError
 
 if TYPE_CHECKING:
     from megatron.packed.arguments import Config
-    from megatron.packed.data.tokenizers import PackedTokenizer
+    from megatron.packed.data.tokenizer_base import PackedTokenizer
 
 Int64 = numpy.ndarray
 EpochOrder = Callable[[int], Int64]

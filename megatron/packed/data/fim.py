@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from megatron.packed.data.tokenizers import PackedTokenizer
+from megatron.packed.data.tokenizer_base import PackedTokenizer
 from megatron.packed.errors import ConfigurationError
 
 if TYPE_CHECKING:

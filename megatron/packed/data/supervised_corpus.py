@@ -25,7 +25,7 @@ from megatron.packed.errors import DataError
 
 if TYPE_CHECKING:
     from megatron.packed.arguments import Config
-    from megatron.packed.data.tokenizers import PackedTokenizer
+    from megatron.packed.data.tokenizer_base import PackedTokenizer
 
 SUFFIX = "_supervised"
 _VERSION = 1  # of what is written; a new one finds no old files

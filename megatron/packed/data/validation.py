@@ -21,7 +21,7 @@ from megatron.packed.errors import DataError
 
 if TYPE_CHECKING:
     from megatron.packed.arguments import Config
-    from megatron.packed.data.tokenizers import PackedTokenizer
+    from megatron.packed.data.tokenizer_base import PackedTokenizer
 
 SCANNED_TOKENS = 1 << 24
 _SCAN_WINDOW = 1 << 16

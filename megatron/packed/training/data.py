@@ -15,7 +15,7 @@ from megatron.packed.data.builders import Datasets, build_datasets
 from megatron.packed.data.document_corpus import DocumentCorpus
 from megatron.packed.data.loader import build_loader
 from megatron.packed.data.samplers import MicroBatchSampler, build_sampler
-from megatron.packed.data.tokenizers import PackedTokenizer
+from megatron.packed.data.tokenizer_base import PackedTokenizer
 from megatron.packed.data.validation import SampleCounts
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.model.attention_engine import magi_engine

@@ -9,7 +9,8 @@ import torch
 from megatron.packed.arguments import Config, config_report, replacement_report
 from megatron.packed.data.blends import training_datasets
 from megatron.packed.data.fim import add_fim_tokens
-from megatron.packed.data.tokenizers import PackedTokenizer, build_tokenizer, padded_vocab_size
+from megatron.packed.data.tokenizer_base import PackedTokenizer
+from megatron.packed.data.tokenizers import build_tokenizer, padded_vocab_size
 from megatron.packed.errors import ConfigurationError
 from megatron.packed.loss.calculation import LossCalculationHelper
 from megatron.packed.model.builder import build_model, count_parameters

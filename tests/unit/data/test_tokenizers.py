@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from megatron.packed.accelerator.compat import core_version
+from megatron.packed.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.packed.data.tokenizers import (
     TOKENIZER_BUILDERS,
     ByteTokenizer,
-    HuggingFaceTokenizer,
     NullTokenizer,
     build_tokenizer,
     padded_vocab_size,

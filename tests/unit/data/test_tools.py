@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy
 import pytest
 
+from megatron.packed.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from megatron.packed.data.index_files import inspect_corpus
-from megatron.packed.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from megatron.packed.data.tokenizers import ByteTokenizer
 from megatron.packed.errors import ConfigurationError, DataError
 
 from .helpers import TOOLS, load_tool

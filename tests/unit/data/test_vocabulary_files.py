@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.packed.data.tokenizers import PackedTokenizer, build_tokenizer
+from megatron.packed.data.tokenizer_base import PackedTokenizer
+from megatron.packed.data.tokenizers import build_tokenizer
 from megatron.packed.errors import ConfigurationError, DataError
 
 from .test_tokenizers import options
