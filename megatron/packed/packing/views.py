@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from megatron.packed.packing import checks
 from megatron.packed.packing.buffer import BufferLayout
 from megatron.packed.packing.native import core
-
-if TYPE_CHECKING:
-    from megatron.packed.packing.plan import PackPlan
+from megatron.packed.packing.plan_fields import PlanFields
 
 Int64 = NDArray[np.int64]
 Int32 = NDArray[np.int32]
@@ -42,7 +40,7 @@ class PackView:
         num_tokens: T, or T / CP for one rank's share.
     """
 
-    plan: PackPlan
+    plan: PlanFields
     pieces: Int64
     step: int
     num_tokens: int
