@@ -207,7 +207,7 @@ def executor_overhead(quick: bool) -> None:
         leaves, grad = inputs(tokens)
         q, k, v = (x.detach() for x in leaves)
         out, lse = torch.empty_like(q), torch.empty(tokens, HEADS)
-        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        grads = [torch.empty_like(x) for x in (lse, q, k, v)]
 
         def kernels(step=plan.steps[0], q=q, k=k, v=v, out=out, lse=lse, g=grad, d=grads) -> None:
             tiles_cpu.forward(q, k, v, step, WIDTH**-0.5, out, lse)

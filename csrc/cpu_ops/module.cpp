@@ -161,14 +161,14 @@ void attention_tiles(const RowsArguments &q, const RowsArguments &k, const RowsA
 void attention_tiles_gradients(const RowsArguments &grad, const RowsArguments &q,
                                const RowsArguments &k, const RowsArguments &v,
                                const RowsArguments &y, const RowsArguments &lse,
-                               const RowsArguments &dq, const RowsArguments &dk,
-                               const RowsArguments &dv, uintptr_t tiles, int64_t count,
-                               int64_t heads, int64_t kv_heads, int64_t width,
-                               int64_t value_width, float scale, int threads) {
+                               const RowsArguments &delta, const RowsArguments &dq,
+                               const RowsArguments &dk, const RowsArguments &dv, uintptr_t tiles,
+                               int64_t count, int64_t fresh, int64_t heads, int64_t kv_heads,
+                               int64_t width, int64_t value_width, float scale, int threads) {
     const py::gil_scoped_release release;
-    tiles_backward(rows(grad), rows(q), rows(k), rows(v), rows(y), rows(lse), rows(dq), rows(dk),
-                   rows(dv), reinterpret_cast<const Tile *>(tiles), count,
-                   {heads, kv_heads, width, value_width, scale}, threads);
+    tiles_backward(rows(grad), rows(q), rows(k), rows(v), rows(y), rows(lse), rows(delta),
+                   rows(dq), rows(dk), rows(dv), reinterpret_cast<const Tile *>(tiles), count,
+                   fresh, {heads, kv_heads, width, value_width, scale}, threads);
 }
 
 } // namespace

@@ -26,9 +26,12 @@ void tiles_forward(const Rows &q, const Rows &k, const Rows &v, const Rows &out,
                    const Tile *tiles, std::int64_t count, std::int64_t fresh, const Shape &shape,
                    int threads);
 
-// Adds to dq, dk and dv. out and lse are those of all tiles of all steps together.
+// Writes dk and dv of the tiles' key rows, and dq of the query rows of the first `fresh` tiles, which
+// also leave grad . out of these rows in delta; adds to dq of the others. out and lse are those of
+// all tiles of all steps together.
 void tiles_backward(const Rows &grad, const Rows &q, const Rows &k, const Rows &v, const Rows &out,
-                    const Rows &lse, const Rows &dq, const Rows &dk, const Rows &dv,
-                    const Tile *tiles, std::int64_t count, const Shape &shape, int threads);
+                    const Rows &lse, const Rows &delta, const Rows &dq, const Rows &dk,
+                    const Rows &dv, const Tile *tiles, std::int64_t count, std::int64_t fresh,
+                    const Shape &shape, int threads);
 
 } // namespace cpu_ops

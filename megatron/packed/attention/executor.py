@@ -206,6 +206,11 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _maker(plan: AttentionPlan, like: Tensor) -> Callable[..., Tensor]:
+    """What makes tensors of rows that kernels fill: padding, which they don't touch, is zeros."""
+    return like.new_empty if plan.real_rows == plan.rows else like.new_zeros
+
+
 def _forward_steps(
     plan: AttentionPlan,
     communicator: Communicator,
@@ -219,10 +224,8 @@ def _forward_steps(
     kernel = _kernel_for(query, value)
     width = max(key.shape[2], value.shape[2])
     q = kernel.prepare(query, width)
-    is_dense = plan.real_rows == plan.rows
-    make: Callable[..., Tensor] = q.new_empty if is_dense else q.new_zeros
     dtype = _accumulator(query)
-    out = make((plan.rows, q.shape[1], value.shape[2]), dtype=dtype)
+    out = _maker(plan, q)((plan.rows, q.shape[1], value.shape[2]), dtype=dtype)
     lse = q.new_full((plan.rows, q.shape[1]), -torch.inf, dtype=dtype)
     exchanges = RowExchanges(communicator, key, value, "forward")
     arriving: Pending | None = None
@@ -259,8 +262,10 @@ def _backward_steps(
     q, grad, out = (kernel.prepare(x, width) for x in (query, grad, out))
     exchanges = RowExchanges(communicator, key, value, "backward")
     columns = sum(heads * size for heads, size in exchanges.shapes)
-    dq = q.new_zeros(query.shape, dtype=dtype)
-    local_rows = q.new_zeros((plan.rows, columns), dtype=dtype)
+    make = _maker(plan, q)
+    dq = make(query.shape, dtype=dtype)
+    local_rows = make((plan.rows, columns), dtype=dtype)
+    delta = torch.empty_like(lse)
     arriving: Pending | None = None
     returning: tuple[Step, Pending] | None = None
     for index, step in enumerate(plan.steps):
@@ -280,7 +285,7 @@ def _backward_steps(
                 late = following
         k, v = kernel.prepare(k, width), kernel.prepare(v, width)
         dk, dv = split_columns(rows, exchanges.shapes)
-        kernel.backward(grad, q, k, v, out, lse, step, scale, dq, dk, dv)
+        kernel.backward(grad, q, k, v, out, lse, step, scale, delta, dq, dk, dv)
         lent = returning
         if arrived is not None:
             arrived.release()

@@ -76,9 +76,9 @@ class RowExchanges:
         ]
 
     def gradients(self, step: Step) -> Tensor:
-        """Zeros `[rows received, columns]` for the gradients of a step's rows, to be given back."""
+        """`[rows received, columns]` for the gradients of a step's rows, to be given back."""
         label = Label("gradients", step.index, self._phase)
-        return self._communicator.outgoing(step.rows_received, self._gradient_form, label).zero_()
+        return self._communicator.outgoing(step.rows_received, self._gradient_form, label)
 
     def give_back(self, step: Step, gradients: Tensor) -> Pending:
         """Post the gradients of a step's rows to their owners, and expect those of rows lent."""

@@ -217,4 +217,4 @@ def test_the_real_operators_accept_the_calls():
         kernel.forward(q, k, v, step, 0.5, out, lse)
         half = out.bfloat16()
         grads = [torch.zeros(24, n, 16, device="meta") for n in (4, 2, 2)]
-        kernel.backward(half, q, k, v, half, lse, step, 0.5, *grads)
+        kernel.backward(half, q, k, v, half, lse, step, 0.5, torch.empty_like(lse), *grads)

@@ -42,6 +42,7 @@ class TileKernel(Protocol):
         lse: Tensor,
         step: Step,
         softmax_scale: float,
+        delta: Tensor,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,

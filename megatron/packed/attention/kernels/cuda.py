@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.packed.attention.kernels.merge import merge_
+from megatron.packed.attention.kernels.merge import merge_, start_gradients
 from megatron.packed.attention.plans.plan import Step
 from megatron.packed.attention.tile_lists import Int64, TileList
 from megatron.packed.errors import TrainingError
@@ -157,6 +157,7 @@ class FlashTiles:
         lse: Tensor,
         step: Step,
         softmax_scale: float,
+        delta: Tensor,
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
@@ -170,10 +171,12 @@ class FlashTiles:
             lse: `[rows, heads]` fp32, the merged log-sum-exp.
             step: what to compute.
             softmax_scale: factor of the scores.
-            dq: `[rows, heads, d]` fp32.
-            dk: `[key rows, kv_heads, d]` fp32.
-            dv: `[key rows, kv_heads, dv]` fp32.
+            delta: not used; flash operators make their own.
+            dq: `[rows, heads, d]` fp32; before step 0, anything in rows that it computes.
+            dk: `[key rows, kv_heads, d]` fp32; written, whatever it holds.
+            dv: `[key rows, kv_heads, dv]` fp32; as `dk`.
         """
+        start_gradients(step, dq, dk, dv)
         for tiles in step.lists:
             placed = _place(tiles, q.device)
             pieces = self._backward(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.packed.accelerator import cpu_ops
-from megatron.packed.attention.kernels.merge import merge_
+from megatron.packed.attention.kernels.merge import merge_, start_gradients
 from megatron.packed.attention.plans.plan import Step
 from megatron.packed.attention.tile_calls import TileCall
 
@@ -99,6 +99,7 @@ def backward(
     lse: Tensor,
     step: Step,
     softmax_scale: float,
+    delta: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -112,17 +113,24 @@ def backward(
         lse: `[rows, heads]`, the merged log-sum-exp.
         step: what to compute.
         softmax_scale: factor of the scores.
-        dq: `[rows, heads, d]`.
-        dk: `[key rows, kv_heads, d]`; zeros before the first step that touches these rows.
+        delta: `[rows, heads]` for the kernel, which keeps `grad . out` in it from step 0 on.
+        dq: `[rows, heads, d]`; before step 0, anything in rows that it computes.
+        dk: `[key rows, kv_heads, d]`; written, whatever it holds.
         dv: `[key rows, kv_heads, dv]`; as `dk`.
     """
     native = _native(q)
     if native is not None:
-        streams = (_rows(x) for x in (grad, q, k, v, out, lse, dq, dk, dv))
+        streams = (_rows(x) for x in (grad, q, k, v, out, lse, delta, dq, dk, dv))
         native.attention_tiles_backward(
-            *streams, *_table(step), *_shape(q, k, v), softmax_scale, cpu_ops.threads()
+            *streams,
+            *_table(step),
+            step.tiles.fresh,
+            *_shape(q, k, v),
+            softmax_scale,
+            cpu_ops.threads(),
         )
         return
+    start_gradients(step, dq, dk, dv)
     for call in step.calls:
         pieces = _flash_backward(
             _queries(grad, call),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron.packed.attention.kernels.merge import merge_
+from megatron.packed.attention.kernels.merge import merge_, start_gradients
 from megatron.packed.attention.plans.plan import Step
 from megatron.packed.attention.tile_calls import TileCall
 
@@ -59,11 +59,13 @@ def backward(
     lse: Tensor,
     step: Step,
     softmax_scale: float,
+    delta: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
     """Add the gradients of a step's tiles, in place."""
+    start_gradients(step, dq, dk, dv)
     for _, rows, keys, hidden in _blocks(step.calls, q):
         query, upstream, result = (_grouped(x[rows], k) for x in (q, grad, out))
         key, value = k[keys], v[keys]
