@@ -153,9 +153,9 @@ void attention_tiles(const RowsArguments &q, const RowsArguments &k, const RowsA
                      int64_t count, int64_t fresh, int64_t heads, int64_t kv_heads, int64_t width,
                      int64_t value_width, float scale, int threads) {
     const py::gil_scoped_release release;
-    tiles_forward(rows(q), rows(k), rows(v), rows(y), rows(lse),
-                  reinterpret_cast<const Tile *>(tiles), count, fresh,
-                  {heads, kv_heads, width, value_width, scale}, threads);
+    const Shape shape{heads, kv_heads, width, value_width, scale};
+    tiles_forward({rows(q), rows(k), rows(v), rows(y), rows(lse), shape},
+                  reinterpret_cast<const Tile *>(tiles), count, fresh, threads);
 }
 
 void attention_tiles_gradients(const RowsArguments &grad, const RowsArguments &q,
@@ -166,9 +166,10 @@ void attention_tiles_gradients(const RowsArguments &grad, const RowsArguments &q
                                int64_t count, int64_t fresh, int64_t heads, int64_t kv_heads,
                                int64_t width, int64_t value_width, float scale, int threads) {
     const py::gil_scoped_release release;
-    tiles_backward(rows(grad), rows(q), rows(k), rows(v), rows(y), rows(lse), rows(delta),
-                   rows(dq), rows(dk), rows(dv), reinterpret_cast<const Tile *>(tiles), count,
-                   fresh, {heads, kv_heads, width, value_width, scale}, threads);
+    const Shape shape{heads, kv_heads, width, value_width, scale};
+    tiles_backward({rows(grad), rows(q), rows(k), rows(v), rows(y), rows(lse), rows(delta),
+                    rows(dq), rows(dk), rows(dv), shape},
+                   reinterpret_cast<const Tile *>(tiles), count, fresh, threads);
 }
 
 } // namespace

@@ -11,7 +11,8 @@ namespace cpu_ops {
 // BLAS may round differently for another alignment: every thread's scratch starts on a cache line.
 inline float *scratch(std::vector<float> &memory, std::int64_t size) {
     constexpr std::size_t line = 64;
-    memory.resize(static_cast<std::size_t>(size) + line / sizeof(float));
+    const std::size_t needed = static_cast<std::size_t>(size) + line / sizeof(float);
+    if (memory.size() < needed) memory.resize(needed); // never smaller: growing again fills it
     const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
     return memory.data() + (line - address % line) % line / sizeof(float);
 }
