@@ -87,10 +87,7 @@ void attention_backward(const Stream &grad, const Stream &q, const Stream &k, co
                             rows_of(v, row),    rows_of(out, row), rows_of(lse, row),
                             {nullptr, 0, 0},    rows_of(dq, row),  rows_of(dk, row),
                             rows_of(dv, row),   shape};
-        const Range keys{segment.start, segment.start + segment.length};
-        clear_rows(pass.dk, keys, kv_head, shape.width);
-        clear_rows(pass.dv, keys, kv_head, shape.value_width);
-        tile_backward(causal_tile(segment), kv_head, true, pass);
+        tile_backward(causal_tile(segment), kv_head, true, true, pass);
     });
 }
 

@@ -216,9 +216,16 @@ void block_backward(const Tile &tile, const Block &block, const Shape &shape, Ba
     });
 }
 
-// Gradients of some rows of a tile, from one query head.
-void rows_backward(const Tile &tile, Range rows, int64_t head, int64_t kv_head, bool fresh,
-                   const Backward &pass, BackwardScratch &s) {
+void clear_keys(const Tile &tile, Range keys, int64_t kv_head, const Backward &pass) {
+    const Range rows{tile.k_start + keys.begin, tile.k_start + keys.end};
+    clear_rows(pass.dk, rows, kv_head, pass.shape.width);
+    clear_rows(pass.dv, rows, kv_head, pass.shape.value_width);
+}
+
+// Gradients of some rows of a tile, from one query head. Keys of the tile from `untouched` on hold
+// nothing yet; returns from where on that is so afterwards.
+int64_t rows_backward(const Tile &tile, Range rows, int64_t head, int64_t kv_head, bool fresh,
+                      int64_t untouched, const Backward &pass, BackwardScratch &s) {
     constexpr int64_t block = backward_block;
     const Shape &shape = pass.shape;
     const Range at{tile.q_start + rows.begin, tile.q_start + rows.end};
@@ -241,13 +248,16 @@ void rows_backward(const Tile &tile, Range rows, int64_t head, int64_t kv_head, 
         if (kept) *pass.delta.at(at.begin + i, head) = s.delta[state];
     }
     const Range all = keys_of_rows(tile, rows);
+    clear_keys(tile, {untouched, all.begin}, kv_head, pass);
     for (int64_t begin = all.begin / block * block; begin < all.end; begin += block) {
         const Range keys = common(all, {begin, begin + block});
         const Range key_rows{tile.k_start + keys.begin, tile.k_start + keys.end};
+        const bool fresh_keys = keys.begin >= untouched;
+        if (!fresh_keys) clear_keys(tile, {untouched, keys.end}, kv_head, pass);
         s.key.load(pass.k, key_rows, kv_head, shape.width, gather_keys);
         s.value.load(pass.v, key_rows, kv_head, shape.value_width, gather_keys);
-        s.dk.open(pass.dk, key_rows, kv_head, shape.width, gather_keys, false);
-        s.dv.open(pass.dv, key_rows, kv_head, shape.value_width, gather_keys, false);
+        s.dk.open(pass.dk, key_rows, kv_head, shape.width, gather_keys, fresh_keys);
+        s.dv.open(pass.dv, key_rows, kv_head, shape.value_width, gather_keys, fresh_keys);
         const Range seeing = common(rows, rows_of_keys(tile, keys));
         for (int64_t from = seeing.begin; from < seeing.end; from += block) {
             const Range some{from, std::min(seeing.end, from + block)};
@@ -255,8 +265,10 @@ void rows_backward(const Tile &tile, Range rows, int64_t head, int64_t kv_head, 
         }
         s.dk.close(pass.dk, key_rows, kv_head);
         s.dv.close(pass.dv, key_rows, kv_head);
+        untouched = std::max(untouched, keys.end);
     }
     s.dq.close(pass.dq, at, head);
+    return std::max(untouched, all.begin);
 }
 
 } // namespace
@@ -296,15 +308,19 @@ void tile_forward(const Tile &tile, Range rows, int64_t head, bool fresh, const 
     }
 }
 
-void tile_backward(const Tile &tile, int64_t kv_head, bool fresh, const Backward &pass) {
+void tile_backward(const Tile &tile, int64_t kv_head, bool fresh, bool fresh_keys,
+                   const Backward &pass) {
     thread_local BackwardScratch s;
     s.weights.reserve(backward_block, backward_block);
     s.slopes.reserve(backward_block, backward_block);
     const int64_t group = pass.shape.heads / pass.shape.kv_heads;
+    int64_t untouched = fresh_keys ? 0 : tile.k_count;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head)
         for (int64_t begin = 0; begin < tile.q_count; begin += backward_rows)
-            rows_backward(tile, {begin, std::min(tile.q_count, begin + backward_rows)}, head,
-                          kv_head, fresh, pass, s);
+            untouched =
+                rows_backward(tile, {begin, std::min(tile.q_count, begin + backward_rows)}, head,
+                              kv_head, fresh, untouched, pass, s);
+    clear_keys(tile, {untouched, tile.k_count}, kv_head, pass); // what no row sees
 }
 
 void clear_rows(const Rows &x, Range rows, int64_t head, int64_t width) {

@@ -47,9 +47,11 @@ std::int64_t rows_of_task(std::int64_t rows, std::int64_t heads, int threads);
 // elsewhere lse is -inf, or the log-sum-exp of what out holds, and the online softmax goes on from it.
 void tile_forward(const Tile &tile, Range rows, std::int64_t head, bool fresh, const Forward &pass);
 
-// Adds to dk and dv for all query heads of a key-value head; writes dq and delta of the rows of a
-// `fresh` tile, adds to dq of others.
-void tile_backward(const Tile &tile, std::int64_t kv_head, bool fresh, const Backward &pass);
+// Gradients for all query heads of a key-value head. A `fresh` tile is the first to touch its query
+// rows, one with `fresh_keys` its key rows: these are written, others added to. delta too is written
+// by a fresh tile and read by others.
+void tile_backward(const Tile &tile, std::int64_t kv_head, bool fresh, bool fresh_keys,
+                   const Backward &pass);
 
 // Zeros in some rows of a head.
 void clear_rows(const Rows &x, Range rows, std::int64_t head, std::int64_t width);

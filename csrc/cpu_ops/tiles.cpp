@@ -114,13 +114,15 @@ void tiles_backward(const Backward &pass, const Tile *tiles, int64_t count, int6
     parallel_blocks(tasks, threads, [&](int64_t t) {
         const int64_t kv_head = t % shape.kv_heads;
         const auto &group = groups[static_cast<std::size_t>(t / shape.kv_heads)];
-        // Here, where they stay in the cache, and not in a pass over memory of their own.
-        for (const int64_t i : group) {
-            const Range keys{tiles[i].k_start, tiles[i].k_start + tiles[i].k_count};
-            clear_rows(pass.dk, keys, kv_head, shape.width);
-            clear_rows(pass.dv, keys, kv_head, shape.value_width);
-        }
-        for (const int64_t i : group) tile_backward(tiles[i], kv_head, i < fresh, pass);
+        // A tile on its own is the first on its keys; others may meet there in any order.
+        const bool alone = group.size() == 1;
+        if (!alone)
+            for (const int64_t i : group) {
+                const Range keys{tiles[i].k_start, tiles[i].k_start + tiles[i].k_count};
+                clear_rows(pass.dk, keys, kv_head, shape.width);
+                clear_rows(pass.dv, keys, kv_head, shape.value_width);
+            }
+        for (const int64_t i : group) tile_backward(tiles[i], kv_head, i < fresh, alone, pass);
     });
 }
 

@@ -132,6 +132,46 @@ def test_any_tiles_in_any_order(kernel, tiles):
     assert torch.equal(torch.isinf(lse), ~mask.any(dim=1, keepdim=True).expand_as(lse))
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("low", [0, -37])
+@pytest.mark.parametrize("high", [UNBOUNDED, 1500])
+def test_a_tile_of_many_blocks(low, high, heads):
+    """Longer than the rows that are worked on together: against the portable kernel in fp64."""
+    rows, keys = 4250, 4300
+    band = [0, rows, 0, keys, low, high]
+    step = Step(0, (), (), Tiles(np.array([band]), fresh=1))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(rows, heads, 4), (keys, 1, 4), (keys, 1, 4), (rows, heads, 4)]
+    tensors = [torch.randn(s, generator=generator) for s in shapes]
+    results = []
+    for kernel, dtype in ((tiles_cpu, torch.float32), (tiles_portable, torch.float64)):
+        q, k, v, grad = (x.to(dtype) for x in tensors)
+        out, lse = torch.full_like(q, torch.nan), q.new_full((rows, heads), -torch.inf)
+        kernel.forward(q, k, v, step, SCALE, out, lse)
+        grads = [torch.full_like(x, torch.nan) for x in (lse, q, k, v)]
+        kernel.backward(grad, q, k, v, out, lse, step, SCALE, *grads)
+        results.append([out, lse, *grads[1:]])
+    for got, want in zip(*results, strict=True):
+        assert (got.double() - want).norm() <= 2e-6 * want.norm()
+
+
+def test_bits_do_not_depend_on_how_rows_are_shared_out():
+    """Two threads take fewer rows at a time than one; key blocks begin where they did."""
+    rows, keys, heads = 600, 1400, 4
+    step = Step(0, (), (), Tiles(np.array([[0, rows, 0, keys, -700, 150]]), fresh=1))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 8, generator=generator) for n in (rows, keys, keys))
+    results, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        out, lse = torch.empty_like(q), q.new_full((rows, heads), -torch.inf)
+        tiles_cpu.forward(q, k, v, step, SCALE, out, lse)
+        results.append((out, lse))
+    torch.set_num_threads(before)
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
 @given(bands(), st.integers(-400, 400), st.integers(0, 500))
 def test_areas_are_exact(band, low, width):
     _, m, _, n, *_ = band
