@@ -22,7 +22,7 @@ DEMO ?= demo
 comma := ,
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
+SOURCES := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
 
 # An environment of another Python would be used in silence.
 ifeq ($(origin PYTHON),command line)
@@ -107,12 +107,13 @@ bench-step bench-memory bench-packing: $(DEMO)/corpus_text_document.idx
 bench-loss:
 	$(BIN)/python benchmarks/loss.py
 
-# The extension under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
+# The extensions under AddressSanitizer and UndefinedBehaviorSanitizer, in a build of its own.
 asan: $(INSTALLED)
 	MEGATRON_PACKED_SANITIZE=1 $(BIN)/python setup.py --quiet build_ext \
 	    --build-lib build/asan --build-temp build/asan-temp --force
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	    MEGATRON_PACKED_EXTENSION_DIR=build/asan $(BIN)/python -m pytest tests/unit/packing
+	    MEGATRON_PACKED_EXTENSION_DIR=build/asan $(BIN)/python -m pytest tests/unit/packing \
+	    tests/unit/attention/test_tiles.py tests/unit/attention/test_kernels.py
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info megatron/packed/*.so .pytest_cache .hypothesis

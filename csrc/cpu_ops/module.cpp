@@ -179,6 +179,7 @@ PYBIND11_MODULE(_cpu_ops, m) {
     using namespace cpu_ops;
     const auto free = py::call_guard<py::gil_scoped_release>();
     m.doc() = "fp32 element-wise training kernels on CPU; see megatron.packed.accelerator.cpu_ops";
+    m.attr("interface") = 2; // _INTERFACE of megatron/packed/accelerator/cpu_ops.py
     m.def("use_gomp", [](uintptr_t address) {
         gomp_parallel() = reinterpret_cast<GompParallel>(address);
     });

@@ -7,14 +7,19 @@ an installation without the extension; tests hold the two together.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from megatron.packed.extensions import load_extension
+
+# What its functions take; raised with every change, in csrc/cpu_ops/module.cpp too.
+_INTERFACE = 2
 
 
 @cache
@@ -26,8 +31,16 @@ def load() -> ModuleType | None:
     if os.environ.get("MEGATRON_PACKED_CPU_OPS") == "0":
         return None
     try:
-        extension = importlib.import_module("megatron.packed._cpu_ops")
+        extension = load_extension("_cpu_ops")
     except ModuleNotFoundError:
+        return None
+    if getattr(extension, "interface", 1) != _INTERFACE:
+        warnings.warn(
+            "the C++ kernels for training on a CPU were built from other sources and are not used, "
+            "which is slower. Build them with `python setup.py build_ext --inplace`.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     extension.use_gomp(_gomp_parallel())
     extension.use_sgemm(_blas("sgemm_"))
