@@ -165,9 +165,10 @@ CPU_OPS_CLONES void scale_row(const float *__restrict x, float *__restrict out, 
 // In pieces of a fixed size: calling memcpy takes as long as copying a row.
 constexpr std::int64_t piece = 16;
 
-CPU_OPS_CLONES void gather_rows(const float *__restrict from, std::int64_t stride,
-                                float *__restrict to, std::int64_t rows, std::int64_t n) {
-    for (std::int64_t r = 0; r < rows; ++r, from += stride, to += n) {
+CPU_OPS_CLONES void copy_rows(const float *__restrict from, std::int64_t from_stride,
+                              float *__restrict to, std::int64_t to_stride, std::int64_t rows,
+                              std::int64_t n) {
+    for (std::int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride) {
         std::int64_t i = 0;
         for (; i + piece <= n; i += piece)
             for (int j = 0; j < piece; ++j) to[i + j] = from[i + j];
@@ -175,24 +176,11 @@ CPU_OPS_CLONES void gather_rows(const float *__restrict from, std::int64_t strid
     }
 }
 
-CPU_OPS_CLONES void scatter_rows(const float *__restrict from, float *__restrict to,
-                                 std::int64_t stride, std::int64_t rows, std::int64_t n) {
-    for (std::int64_t r = 0; r < rows; ++r, from += n, to += stride) {
-        std::int64_t i = 0;
-        for (; i + piece <= n; i += piece)
-            for (int j = 0; j < piece; ++j) to[i + j] = from[i + j];
-        for (; i < n; ++i) to[i] = from[i];
-    }
-}
-
-CPU_OPS_CLONES void scatter_add_rows(const float *__restrict from, float *__restrict to,
-                                     std::int64_t stride, std::int64_t rows, std::int64_t n) {
-    for (std::int64_t r = 0; r < rows; ++r, from += n, to += stride) {
-        std::int64_t i = 0;
-        for (; i + piece <= n; i += piece)
-            for (int j = 0; j < piece; ++j) to[i + j] += from[i + j];
-        for (; i < n; ++i) to[i] += from[i];
-    }
+CPU_OPS_CLONES void add_rows(const float *__restrict from, std::int64_t from_stride,
+                             float *__restrict to, std::int64_t to_stride, std::int64_t rows,
+                             std::int64_t n) {
+    for (std::int64_t r = 0; r < rows; ++r, from += from_stride, to += to_stride)
+        for (std::int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
 CPU_OPS_CLONES float dot_row(const float *__restrict a, const float *__restrict b,

@@ -73,13 +73,11 @@ void attention_row_backward(float *weights, float *slopes, std::int64_t seen,
                                            std::int64_t keys, float lse, float delta, float scale);
 void scale_row(const float *x, float *out, float factor, std::int64_t n);
 
-// Rows of n values, one after the other in one place, at a stride in the other.
-void gather_rows(const float *from, std::int64_t stride, float *to, std::int64_t rows,
-                 std::int64_t n);
-void scatter_rows(const float *from, float *to, std::int64_t stride, std::int64_t rows,
-                  std::int64_t n);
-void scatter_add_rows(const float *from, float *to, std::int64_t stride, std::int64_t rows,
-                      std::int64_t n);
+// Rows of n values, copied or added from one stride to another.
+void copy_rows(const float *from, std::int64_t from_stride, float *to, std::int64_t to_stride,
+               std::int64_t rows, std::int64_t n);
+void add_rows(const float *from, std::int64_t from_stride, float *to, std::int64_t to_stride,
+              std::int64_t rows, std::int64_t n);
 float dot_row(const float *a, const float *b, std::int64_t n);
 
 } // namespace cpu_ops

@@ -79,11 +79,11 @@ class Panel {
     void load(const Rows &x, Range rows, int64_t head, int64_t width, bool gathered) {
         if (!gathered) return look_at(x, rows, head);
         reserve(rows.size(), width);
-        gather_rows(x.at(rows.begin, head), x.row, data_, rows.size(), width);
+        copy_rows(x.at(rows.begin, head), x.row, data_, width, rows.size(), width);
     }
     // Rows to add to, and afterwards to `close`; `fresh` ones hold nothing yet.
     void open(const Rows &x, Range rows, int64_t head, int64_t width, bool gathered, bool fresh) {
-        put_ = !gathered ? nullptr : fresh ? scatter_rows : scatter_add_rows;
+        put_ = !gathered ? nullptr : fresh ? copy_rows : add_rows;
         if (!gathered) {
             if (fresh) clear_rows(x, rows, head, width);
             return look_at(x, rows, head);
@@ -92,7 +92,8 @@ class Panel {
         std::fill_n(data_, rows.size() * width, 0.0f);
     }
     void close(const Rows &x, Range rows, int64_t head) const {
-        if (put_ != nullptr) put_(data_, x.at(rows.begin, head), x.row, rows.size(), stride_);
+        if (put_ != nullptr)
+            put_(data_, stride_, x.at(rows.begin, head), x.row, rows.size(), stride_);
     }
     void reserve(int64_t rows, int64_t width) {
         stride_ = width;
@@ -111,7 +112,7 @@ class Panel {
     std::vector<float> memory_;
     float *data_ = nullptr;
     int64_t stride_ = 0;
-    decltype(&scatter_rows) put_ = nullptr;
+    decltype(&copy_rows) put_ = nullptr;
 };
 
 struct ForwardScratch {

@@ -19,8 +19,8 @@ from megatron.packed.data.chat_formats import (
 )
 from megatron.packed.data.json_lines import JsonLine
 from megatron.packed.data.tokenizer_base import PackedTokenizer
+from megatron.packed.data.vocabulary_files import read_settings
 from megatron.packed.errors import ConfigurationError, DataError
-from megatron.packed.json_text import read_json
 
 KEYS = ("messages", "conversations")
 # The names that data sets use, and the four that formats know.
@@ -172,15 +172,8 @@ def build_chat_format(name: str, tokenizer_model: str | None) -> ChatFormat:
         )
     folder = Path(tokenizer_model or ".")
     folder = folder if os.path.isdir(folder) else folder.parent
-    settings: dict[str, Any] = {}
     path = folder / "tokenizer_config.json"
-    if os.path.isfile(path):
-        try:
-            settings = read_json(path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} is no JSON ({error}); repair or remove it") from error
-        if not isinstance(settings, dict):
-            raise DataError(f"{path} holds no JSON object; repair or remove it")
+    settings = read_settings(path)
     template = settings.get("chat_template")
     own_file = folder / "chat_template.jinja"
     if os.path.isfile(own_file):

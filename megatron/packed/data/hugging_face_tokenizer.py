@@ -15,9 +15,8 @@ from megatron.packed.data.tokenizer_base import (
     TokenizerOptions,
     encodable,
 )
-from megatron.packed.data.vocabulary_files import file_sha256, rows_for
+from megatron.packed.data.vocabulary_files import file_sha256, read_settings, rows_for
 from megatron.packed.errors import ConfigurationError, DataError
-from megatron.packed.json_text import read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -51,7 +50,7 @@ class HuggingFaceTokenizer(PackedTokenizer):
             raise DataError(f"--tokenizer-model {path}: the vocabulary is empty; train it anew")
         # Not len(): ids may have gaps, and the embedding must hold the largest.
         self.vocab_size = rows_for(f"--tokenizer-model {path}", vocabulary)
-        settings = _read_settings(path.with_name("tokenizer_config.json"))
+        settings = read_settings(path.with_name("tokenizer_config.json"))
         self.eod = _find_eod(vocabulary, settings, eod_token, path)
         pad_token = _token_text(settings.get("pad_token"))
         self.pad = vocabulary.get(pad_token, self.eod) if pad_token else self.eod
@@ -157,18 +156,6 @@ def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not os.path.isfile(path):
-        return {}
-    try:
-        settings = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is no JSON ({error}); repair or remove it") from error
-    if not isinstance(settings, dict):
-        raise DataError(f"{path} holds no JSON object; repair or remove it")
-    return settings
 
 
 def _token_text(entry: Any) -> str | None:

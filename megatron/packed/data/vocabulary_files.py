@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.packed.data.tokenizer_base import TokenizerOptions
 from megatron.packed.errors import ConfigurationError, DataError
-from megatron.packed.json_text import parse_json
+from megatron.packed.json_text import parse_json, read_json
 
 # Ids without a token that a vocabulary may have, beside as many as it has tokens.
 _SPARE_IDS = 1 << 17
@@ -35,6 +35,26 @@ def model_file(options: TokenizerOptions) -> str:
             f"file of {options.tokenizer_type}"
         )
     return options.tokenizer_model
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The object of a JSON file that a tokenizer may come with; empty without the file.
+
+    Args:
+        path: `tokenizer_config.json`, mostly.
+
+    Raises:
+        DataError: for a file that holds something else.
+    """
+    if not os.path.isfile(path):
+        return {}
+    try:
+        settings = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no JSON ({error}); repair or remove it") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{path} holds no JSON object; repair or remove it")
+    return settings
 
 
 def missing_library(kind: str, library: str) -> ConfigurationError:

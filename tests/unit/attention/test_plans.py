@@ -326,3 +326,23 @@ def test_what_cannot_be_planned_is_refused_by_name():
         build(cu=[0, 64], cp_size=4, hierarchical_sizes=(2, 2))
     with pytest.raises(ValueError, match="pooled ranks of a striped partition"):
         build("a2a+p2p", cp_size=4, hierarchical_sizes=(2, 2), partition="striped")
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("name", "cp_size"), CASES)
+def test_kernels_find_every_row_that_they_have_to_start(name, cp_size, window):
+    """Gradients lie in memory that nobody clears: first tiles cover the real rows of a rank, and
+    the tiles of an exchange all keys that arrive."""
+    case = make_case(name, cp_size, [40, 1, 3, 25, 7], window=window)
+    for plan in case.plans:
+        local = plan.steps[0].tiles
+        first = np.zeros(plan.rows, dtype=int)
+        for q_start, q_count, k_start, k_count, *_ in local.bands[: local.fresh]:
+            assert (q_start, q_count) == (k_start, k_count)
+            first[q_start : q_start + q_count] += 1
+        assert first.max(initial=0) <= 1 and first.sum() == plan.real_rows
+        for step in plan.steps[1:]:
+            keys = np.zeros(step.rows_received, dtype=bool)
+            for _, _, k_start, k_count, *_ in step.tiles.bands:
+                keys[k_start : k_start + k_count] = True
+            assert keys.all()
