@@ -21,6 +21,7 @@ constexpr int64_t query_block = 128;
 constexpr int64_t key_block = 512;
 constexpr int64_t backward_block = 128;
 constexpr int64_t edge_block = 32;      // where a band ends inside of a block
+constexpr int64_t product_lanes = 16;   // products of multiples of it are fastest
 constexpr int64_t few_users = 256;      // rows that no more others see stay where they are
 constexpr int64_t task_rows = 1024;     // forward: keys are gathered once for so many
 constexpr int64_t backward_rows = 4096; // backward: likewise; bounds what a thread holds
@@ -39,6 +40,14 @@ Range rows_of_keys(const Tile &tile, Range keys) {
             std::min(tile.q_count, keys.end + tile.high)};
 }
 
+int64_t filled(int64_t count) { return (count + product_lanes - 1) / product_lanes * product_lanes; }
+
+// Zeros behind the last keys of a tile, to fill up the lanes of a product. Keys that a block can't see for
+// another reason are not replaced by any: what is computed must not depend on which rows come together.
+int64_t padding_of(const Tile &tile, Range keys) {
+    return keys.end == tile.k_count ? filled(tile.k_count) - tile.k_count : 0;
+}
+
 Range common(Range a, Range b) { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
 
 // Keys that row i sees, counted from keys.begin.
@@ -53,9 +62,11 @@ Range seen(const Tile &tile, int64_t i, Range keys) {
 // have little else. Runs of keys suit products that sum over rows, runs of rows those over keys.
 template <bool by_keys, class Body>
 void for_each_rectangle(const Tile &tile, Range rows, Range keys, const Body &body) {
-    // Keys that all rows see.
-    const int64_t left = std::clamp(rows.end - 1 - tile.high, keys.begin, keys.end);
-    const int64_t right = std::clamp(rows.begin - tile.low + 1, left, keys.end);
+    // Keys that all rows see, but a few, so that products are of whole lanes.
+    int64_t left = std::clamp(rows.end - 1 - tile.high, keys.begin, keys.end);
+    left = std::min(keys.begin + filled(left - keys.begin), keys.end);
+    int64_t right = std::clamp(rows.begin - tile.low + 1, left, keys.end);
+    if (right < keys.end) right -= (right - left) % product_lanes;
     if (left < right) body(rows, Range{left, right});
     const auto edge = [&](Range hidden) {
         if (hidden.empty()) return;
@@ -75,14 +86,18 @@ void for_each_rectangle(const Tile &tile, Range rows, Range keys, const Body &bo
 // Rows of a head: side by side in memory that a thread keeps, or where they are.
 class Panel {
   public:
-    // Rows to read.
-    void load(const Rows &x, Range rows, int64_t head, int64_t width, bool gathered) {
+    // Rows to read, and zeros behind them.
+    void load(const Rows &x, Range rows, int64_t head, int64_t width, bool gathered,
+              int64_t padding = 0) {
+        gathered = padding > 0 || (gathered && x.row != width);
         if (!gathered) return look_at(x, rows, head);
-        reserve(rows.size(), width);
+        reserve(rows.size() + padding, width);
         copy_rows(x.at(rows.begin, head), x.row, data_, width, rows.size(), width);
+        std::fill_n(row(rows.size()), padding * width, 0.0f);
     }
     // Rows to add to, and afterwards to `close`; `fresh` ones hold nothing yet.
     void open(const Rows &x, Range rows, int64_t head, int64_t width, bool gathered, bool fresh) {
+        gathered = gathered && x.row != width;
         put_ = !gathered ? nullptr : fresh ? copy_rows : add_rows;
         if (!gathered) {
             if (fresh) clear_rows(x, rows, head, width);
@@ -140,13 +155,19 @@ void start_rows(Range rows, int64_t head, bool fresh, const Forward &pass, Forwa
     }
 }
 
-// A block of a tile: where it lies in the panels of its rows and of its keys.
+// A block of a tile: where it lies in the panels of its rows and of its keys, and how many zeros follow
+// its keys.
 struct Block {
     Range rows, keys;
-    int64_t panel_row, panel_key;
+    int64_t panel_row, panel_key, padding;
 
     int64_t row(Range some) const { return some.begin - panel_row; }
     int64_t key(Range some) const { return some.begin - panel_key; }
+    // Keys of a product, with the zeros if they are the last ones.
+    int64_t columns(Range some) const {
+        return some.size() + (some.end == keys.end ? padding : 0);
+    }
+    int64_t columns_from(int64_t first) const { return keys.size() + padding - first; }
 };
 
 void attend(const Tile &tile, const Block &block, const Shape &shape, ForwardScratch &s) {
@@ -154,15 +175,16 @@ void attend(const Tile &tile, const Block &block, const Shape &shape, ForwardScr
         return s.scores.row(rows.begin - block.rows.begin) + (keys.begin - block.keys.begin);
     };
     for_each_rectangle<true>(tile, block.rows, block.keys, [&](Range rows, Range keys) {
-        multiply(rows.size(), keys.size(), shape.width, shape.scale, s.query.from(block.row(rows)),
-                 s.key.from(block.key(keys), true), 0.0f, scores(rows, keys), key_block);
+        multiply(rows.size(), block.columns(keys), shape.width, shape.scale,
+                 s.query.from(block.row(rows)), s.key.from(block.key(keys), true), 0.0f,
+                 scores(rows, keys), key_block);
     });
     for (int64_t i = block.rows.begin; i < block.rows.end; ++i) {
         const Range part = seen(tile, i, block.keys);
         const int64_t at = i - block.panel_row;
         float *row = s.scores.row(i - block.rows.begin);
         std::fill(row, row + part.begin, 0.0f);
-        softmax_row_online(row + part.begin, part.size(), block.keys.size() - part.begin,
+        softmax_row_online(row + part.begin, part.size(), block.columns_from(part.begin),
                            &s.top[static_cast<std::size_t>(at)],
                            &s.total[static_cast<std::size_t>(at)], s.sum.row(at),
                            shape.value_width);
@@ -187,9 +209,9 @@ void block_backward(const Tile &tile, const Block &block, const Shape &shape, Ba
     float *weights = s.weights.row(0), *slopes = s.slopes.row(0);
     for_each_rectangle<true>(tile, block.rows, block.keys, [&](Range rows, Range keys) {
         const int64_t row = block.row(rows), key = block.key(keys), at = offset(rows, keys);
-        multiply(rows.size(), keys.size(), shape.width, shape.scale, s.query.from(row),
+        multiply(rows.size(), block.columns(keys), shape.width, shape.scale, s.query.from(row),
                  s.key.from(key, true), 0.0f, weights + at, stride);
-        multiply(rows.size(), keys.size(), shape.value_width, 1.0f, s.grad.from(row),
+        multiply(rows.size(), block.columns(keys), shape.value_width, 1.0f, s.grad.from(row),
                  s.value.from(key, true), 0.0f, slopes + at, stride);
     });
     for (int64_t i = block.rows.begin; i < block.rows.end; ++i) {
@@ -200,7 +222,7 @@ void block_backward(const Tile &tile, const Block &block, const Shape &shape, Ba
         std::fill(slope, slope + part.begin, 0.0f);
         const auto state = static_cast<std::size_t>(i - block.panel_row);
         attention_row_backward(weight + part.begin, slope + part.begin, part.size(),
-                               block.keys.size() - part.begin, s.lse[state], s.delta[state],
+                               block.columns_from(part.begin), s.lse[state], s.delta[state],
                                shape.scale);
     }
     for_each_rectangle<true>(tile, block.rows, block.keys, [&](Range rows, Range keys) {
@@ -255,14 +277,15 @@ int64_t rows_backward(const Tile &tile, Range rows, int64_t head, int64_t kv_hea
         const Range key_rows{tile.k_start + keys.begin, tile.k_start + keys.end};
         const bool fresh_keys = keys.begin >= untouched;
         if (!fresh_keys) clear_keys(tile, {untouched, keys.end}, kv_head, pass);
-        s.key.load(pass.k, key_rows, kv_head, shape.width, gather_keys);
-        s.value.load(pass.v, key_rows, kv_head, shape.value_width, gather_keys);
+        const int64_t padding = padding_of(tile, keys);
+        s.key.load(pass.k, key_rows, kv_head, shape.width, gather_keys, padding);
+        s.value.load(pass.v, key_rows, kv_head, shape.value_width, gather_keys, padding);
         s.dk.open(pass.dk, key_rows, kv_head, shape.width, gather_keys, fresh_keys);
         s.dv.open(pass.dv, key_rows, kv_head, shape.value_width, gather_keys, fresh_keys);
         const Range seeing = common(rows, rows_of_keys(tile, keys));
         for (int64_t from = seeing.begin; from < seeing.end; from += block) {
             const Range some{from, std::min(seeing.end, from + block)};
-            block_backward(tile, {some, keys, rows.begin, keys.begin}, shape, s);
+            block_backward(tile, {some, keys, rows.begin, keys.begin, padding}, shape, s);
         }
         s.dk.close(pass.dk, key_rows, kv_head);
         s.dv.close(pass.dv, key_rows, kv_head);
@@ -293,13 +316,17 @@ void tile_forward(const Tile &tile, Range rows, int64_t head, bool fresh, const 
     for (int64_t begin = all.begin / key_block * key_block; begin < all.end; begin += key_block) {
         const Range keys = common(all, {begin, begin + key_block});
         const Range key_rows{tile.k_start + keys.begin, tile.k_start + keys.end};
-        s.key.load(pass.k, key_rows, kv_head, shape.width, tile.q_count > few_users);
-        s.value.load(pass.v, key_rows, kv_head, shape.value_width, tile.q_count > few_users);
+        const int64_t padding = padding_of(tile, keys);
+        const bool gathered = tile.q_count > few_users;
+        s.key.load(pass.k, key_rows, kv_head, shape.width, gathered, padding);
+        s.value.load(pass.v, key_rows, kv_head, shape.value_width, gathered, padding);
         for (int64_t from = rows.begin; from < rows.end; from += query_block) {
             const Range some{from, std::min(rows.end, from + query_block)};
             const Range visible = common(keys, keys_of_rows(tile, some));
             if (!visible.empty())
-                attend(tile, {some, visible, rows.begin, keys.begin}, shape, s);
+                attend(tile,
+                       {some, visible, rows.begin, keys.begin, padding_of(tile, visible)}, shape,
+                       s);
         }
     }
     for (int64_t i = 0; i < rows.size(); ++i) {
