@@ -347,31 +347,28 @@ def _padding_routed(stack: contextlib.ExitStack) -> None:
 
 @mutant("dkv-lost", "gradients of keys that were lent are dropped in one step of the ring")
 def _dkv_lost(stack: contextlib.ExitStack) -> None:
-    from megatron.packed.attention import executor
+    from megatron.packed.attention.row_exchange import RowExchanges
 
     calls = []
 
     def make(original: Any) -> Any:
-        def add_rows(*args: Any) -> None:
+        def take_back(self: Any, *args: Any) -> None:
             calls.append(None)
             if len(calls) > 1:
-                original(*args)
+                original(self, *args)
+            else:
+                args[-1].release()
 
-        return add_rows
+        return take_back
 
-    _wrap(stack, executor, "add_rows", make)
+    _wrap(stack, RowExchanges, "take_back", make)
 
 
-@mutant("replicas-of-keys", "gradients of key heads that two ranks hold are averaged")
+@mutant("replicas-of-keys", "gradients of key heads that two ranks hold aren't added up")
 def _replicas_of_keys(stack: contextlib.ExitStack) -> None:
-    from megatron.packed.attention import executor
+    from megatron.packed.attention import head_exchange
 
-    _wrap(
-        stack,
-        executor,
-        "sum_replicas",
-        lambda original: lambda parts, heads: original(parts, heads) * 0.5,
-    )
+    _wrap(stack, head_exchange, "add_rows", lambda original: head_exchange.copy_rows)
 
 
 @mutant("gradients-not-reduced", "gradients aren't added up over context-parallel ranks")
