@@ -329,7 +329,7 @@ def two_ranks(quick: bool) -> None:
     for tokens in (4096, 8192) if quick else (4096, 8192, 16384, 32768):
         lengths = corpus_documents(tokens)
         plans = {kind: plan_all(kind, lengths, 2)[0] for kind in KINDS}
-        turns = 4 if quick else 6 if tokens > 16384 else 10
+        turns = 4 if quick else min(24, 200_000 // tokens)
         leaves, grad = inputs(tokens)
         single = build_attention_plan("local", np.cumsum([0, *lengths]))
         one: list[float] = []

@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "kernels.h"
 #include "parallel.h"
+#include "runs.h"
 #include "tiles.h"
 
 namespace py = pybind11;
@@ -147,6 +148,14 @@ using RowsArguments = std::tuple<uintptr_t, int64_t, int64_t>;
 
 Rows rows(const RowsArguments &a) { return {out(std::get<0>(a)), std::get<1>(a), std::get<2>(a)}; }
 
+// Runs are [count][3] int64, see runs.h.
+void put_rows(bool add, const RowsArguments &to, const RowsArguments &from, uintptr_t runs,
+              int64_t count, int64_t heads, int64_t width, int threads) {
+    const py::gil_scoped_release release;
+    put_runs(add ? Put::add : Put::copy, rows(to), rows(from),
+             reinterpret_cast<const RowRun *>(runs), count, heads, width, threads);
+}
+
 // Tiles are [count][6] int64, see tiles.h.
 void attention_tiles(const RowsArguments &q, const RowsArguments &k, const RowsArguments &v,
                      const RowsArguments &y, const RowsArguments &lse, uintptr_t tiles,
@@ -179,7 +188,7 @@ PYBIND11_MODULE(_cpu_ops, m) {
     using namespace cpu_ops;
     const auto free = py::call_guard<py::gil_scoped_release>();
     m.doc() = "fp32 element-wise training kernels on CPU; see megatron.packed.accelerator.cpu_ops";
-    m.attr("interface") = 2; // _INTERFACE of megatron/packed/accelerator/cpu_ops.py
+    m.attr("interface") = 3; // _INTERFACE of megatron/packed/accelerator/cpu_ops.py
     m.def("use_gomp", [](uintptr_t address) {
         gomp_parallel() = reinterpret_cast<GompParallel>(address);
     });
@@ -188,6 +197,7 @@ PYBIND11_MODULE(_cpu_ops, m) {
         set_blas_threads() = reinterpret_cast<SetBlasThreads>(address);
     });
     m.def("has_sgemm", [] { return sgemm() != nullptr; });
+    m.def("put_rows", &put_rows);
     m.def("attention", &attention);
     m.def("attention_backward", &attention_gradients);
     m.def("attention_tiles", &attention_tiles);

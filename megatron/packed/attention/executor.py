@@ -19,9 +19,6 @@ log-sum-exp, MagiAttention for one engine over many plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,16 +27,14 @@ from megatron.packed.attention.communicator import Communicator, Label, Pending,
 from megatron.packed.attention.head_exchange import (
     check_heads,
     heads_to_tokens,
-    join_heads,
-    split_columns,
-    sum_replicas,
     tokens_to_heads,
 )
 from megatron.packed.attention.host import communicator_of
 from megatron.packed.attention.in_process import InProcessNetwork
 from megatron.packed.attention.kernels import TileKernel, select_tile_kernel
 from megatron.packed.attention.plans.plan import AttentionPlan, Step
-from megatron.packed.attention.row_exchange import RowExchanges, add_rows
+from megatron.packed.attention.row_copies import new_rows
+from megatron.packed.attention.row_exchange import RowExchanges
 from megatron.packed.attention.sinks import add_sink, heads_in_steps, sink_gradient
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -158,13 +153,14 @@ def forward_task(
     if exchange is None:
         out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale, sink)
         return out, (query, key, value, out, lse)
+    heads = query.shape[1]
     query, key, value = yield from tokens_to_heads(
         exchange, communicator, (query, key, value), Label("heads", 0, "forward")
     )
     out, lse = yield from _forward_steps(plan, communicator, query, key, value, scale, sink)
     saved = query, key, value, out, lse
     (whole,) = yield from heads_to_tokens(
-        exchange, communicator, (out,), (join_heads,), Label("outputs", 0, "forward")
+        exchange, communicator, (out,), (heads,), Label("outputs", 0, "forward")
     )
     return whole, saved
 
@@ -184,15 +180,15 @@ def backward_task(
     if exchange is None:
         grads = yield from _backward_steps(plan, communicator, grad, *saved, scale)
         return (*(x.to(dtype) for x in grads), *sink_gradient(plan, grad, *saved[3:], sink))
+    heads = grad.shape[1], kv_heads, kv_heads
     (grad,) = yield from tokens_to_heads(
         exchange, communicator, (grad,), Label("outputs", 0, "backward")
     )
     grads = yield from _backward_steps(plan, communicator, grad, *saved, scale)
     if kv_heads >= exchange.size:
         grads = tuple(x.to(dtype) for x in grads)  # nothing is summed any more
-    sums = partial(sum_replicas, heads=kv_heads)
     parts = yield from heads_to_tokens(
-        exchange, communicator, grads, (join_heads, sums, sums), Label("heads", 0, "backward")
+        exchange, communicator, grads, heads, Label("heads", 0, "backward")
     )
     return (*(x.to(dtype) for x in parts), *sink_gradient(plan, grad, *saved[3:], sink))
 
@@ -204,11 +200,6 @@ def _kernel_for(query: Tensor, value: Tensor) -> TileKernel:
 def _accumulator(x: Tensor) -> torch.dtype:
     """fp32, or fp64 for fp64: what results and gradients are summed up in."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _maker(plan: AttentionPlan, like: Tensor) -> Callable[..., Tensor]:
-    """What makes tensors of rows that kernels fill: padding, which they don't touch, is zeros."""
-    return like.new_empty if plan.real_rows == plan.rows else like.new_zeros
 
 
 def _forward_steps(
@@ -225,9 +216,11 @@ def _forward_steps(
     width = max(key.shape[2], value.shape[2])
     q = kernel.prepare(query, width)
     dtype = _accumulator(query)
-    out = _maker(plan, q)((plan.rows, q.shape[1], value.shape[2]), dtype=dtype)
-    lse = q.new_full((plan.rows, q.shape[1]), -torch.inf, dtype=dtype)
-    exchanges = RowExchanges(communicator, key, value, "forward")
+    lse = new_rows(q, 1, dtype).squeeze(2).fill_(-torch.inf)
+    # A head exchange copies the output anyway; elsewhere a token's heads are read together.
+    together = plan.head_exchange is None
+    out = new_rows(q, value.shape[2], dtype, plan.padding, together)
+    exchanges = RowExchanges(plan, communicator, key, value, "forward")
     arriving: Pending | None = None
     for index, step in enumerate(plan.steps):
         k, v, arrived = key, value, arriving
@@ -260,20 +253,18 @@ def _backward_steps(
     kernel, dtype = _kernel_for(query, value), _accumulator(query)
     width = max(key.shape[2], value.shape[2])
     q, grad, out = (kernel.prepare(x, width) for x in (query, grad, out))
-    exchanges = RowExchanges(communicator, key, value, "backward")
-    columns = sum(heads * size for heads, size in exchanges.shapes)
-    make = _maker(plan, q)
-    dq = make(query.shape, dtype=dtype)
-    local_rows = make((plan.rows, columns), dtype=dtype)
+    exchanges = RowExchanges(plan, communicator, key, value, "backward")
+    dq, *local = (new_rows(x, x.shape[2], dtype, plan.padding) for x in (query, key, value))
     delta = torch.empty_like(lse)
     arriving: Pending | None = None
     returning: tuple[Step, Pending] | None = None
     for index, step in enumerate(plan.steps):
-        k, v, rows, arrived = key, value, local_rows, arriving
+        k, v, gradients, arrived = key, value, local, arriving
         if arrived is not None:
             yield arrived
             k, v = exchanges.keys_and_values(arrived)
             rows = exchanges.gradients(step)
+            gradients = exchanges.parts_of(rows)
         following = plan.steps[index + 1] if index + 1 < len(plan.steps) else None
         # One global order of all exchanges, fetch i + 1 before give back i, is what lets messages
         # be matched without tags; a rank that skips an exchange must not run ahead of it.
@@ -284,8 +275,7 @@ def _backward_steps(
             else:
                 late = following
         k, v = kernel.prepare(k, width), kernel.prepare(v, width)
-        dk, dv = split_columns(rows, exchanges.shapes)
-        kernel.backward(grad, q, k, v, out, lse, step, scale, delta, dq, dk, dv)
+        kernel.backward(grad, q, k, v, out, lse, step, scale, delta, dq, *gradients)
         lent = returning
         if arrived is not None:
             arrived.release()
@@ -294,13 +284,8 @@ def _backward_steps(
             arriving = exchanges.fetch(late)
         if lent is not None:
             yield lent[1]
-            _add_lent(local_rows, *lent)
+            exchanges.take_back(local, *lent)
     if returning is not None:
         yield returning[1]
-        _add_lent(local_rows, *returning)
-    return dq, *split_columns(local_rows, exchanges.shapes)
-
-
-def _add_lent(local_rows: Tensor, step: Step, came_back: Pending) -> None:
-    add_rows(local_rows, step, came_back.parts())
-    came_back.release()
+        exchanges.take_back(local, *returning)
+    return dq, *local

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from megatron.packed.attention.communicator import Communicator, Form, Label, Pending, Task
 from megatron.packed.attention.plans.plan import HeadExchange
+from megatron.packed.attention.row_copies import add_rows, copy_rows, laid_out_parts
+from megatron.packed.attention.row_runs import RowRuns
 from megatron.packed.errors import ConfigurationError
 
 
@@ -73,91 +74,71 @@ def tokens_to_heads(
     slices = [head_slices(x.shape[1], exchange.size) for x in tensors]
     shapes = [(s[0].stop - s[0].start, x.shape[2]) for x, s in zip(tensors, slices, strict=True)]
     rows = exchange.member_rows
+    same = RowRuns.all(rows)
 
     def write(message: Tensor, place: int) -> None:
-        for part, x, s in zip(split_columns(message, shapes), tensors, slices, strict=True):
-            part.copy_(x[:, s[place]])
+        for part, x, s in zip(laid_out_parts(message, shapes), tensors, slices, strict=True):
+            copy_rows(part, x[:, s[place]], same)
 
     form = _form_of(tensors[0], shapes)
     pending = _post(exchange, communicator, write, form, label)
-    whole = form.empty(exchange.size * rows)
-    places = [whole[place * rows :][:rows] for place in range(exchange.size)]
-    write(places[exchange.place], exchange.place)
+    wholes = laid_out_parts(form.empty(exchange.size * rows), shapes)
+    for whole, x, s in zip(wholes, tensors, slices, strict=True):
+        copy_rows(whole, x[:, s[exchange.place]], exchange.runs[exchange.place].inverse)
     yield pending
-    for place, part in zip(_others(exchange), pending.parts(), strict=True):
-        places[place].copy_(part)
+    for place, message in zip(_others(exchange), pending.parts(), strict=True):
+        for whole, part in zip(wholes, laid_out_parts(message, shapes), strict=True):
+            copy_rows(whole, part, exchange.runs[place].inverse)
     pending.release()
-    if exchange.order is not None:
-        whole = whole.index_select(0, torch.from_numpy(exchange.order).to(whole.device))
-    return split_columns(whole, shapes)
+    return wholes
 
 
 def heads_to_tokens(
     exchange: HeadExchange,
     communicator: Communicator,
     tensors: Sequence[Tensor],
-    joins: Sequence[Callable[[Sequence[Tensor]], Tensor]],
+    heads: Sequence[int],
     label: Label,
 ) -> Task[list[Tensor]]:
-    """The way back.
+    """The way back. What several members hold of one head is summed up.
 
     Args:
         exchange: members and order.
         communicator: this rank's.
-        tensors: `[size * member_rows, heads, d]` each, of one dtype, in order of position.
-        joins: for each tensor, what makes one new tensor of what each member has of this rank's
-            tokens, `[member_rows, heads, d]`.
+        tensors: `[size * member_rows, member's heads, d]` each, of one dtype, in order of position.
+        heads: of each, on all members together.
         label: names the messages.
 
     Returns:
-        What the joins give.
+        `[member_rows, heads, d]` each.
     """
     shapes = [(x.shape[1], x.shape[2]) for x in tensors]
 
-    def rows_of(x: Tensor, place: int) -> Tensor:
-        index = exchange.rows_of_member(place)
-        if isinstance(index, slice):
-            return x[index]
-        return x.index_select(0, torch.from_numpy(index).to(x.device))
-
     def write(message: Tensor, place: int) -> None:
-        for part, x in zip(split_columns(message, shapes), tensors, strict=True):
-            part.copy_(rows_of(x, place))
+        for part, x in zip(laid_out_parts(message, shapes), tensors, strict=True):
+            copy_rows(part, x, exchange.runs[place])
 
     pending = _post(exchange, communicator, write, _form_of(tensors[0], shapes), label)
-    by_member = [[rows_of(x, exchange.place) for x in tensors]] * exchange.size
+    rows = exchange.member_rows
+    joined = [x.new_empty(rows, n, x.shape[2]) for x, n in zip(tensors, heads, strict=True)]
+    same = RowRuns.all(rows)
+
+    def put(place: int, parts: Sequence[Tensor], runs: RowRuns) -> None:
+        for to, part in zip(joined, parts, strict=True):
+            slices = head_slices(to.shape[1], exchange.size)
+            # In order of members, so that sums have the same bits every time.
+            first = place == 0 or slices[place] != slices[place - 1]
+            (copy_rows if first else add_rows)(to[:, slices[place]], part, runs)
+
     yield pending
-    for place, part in zip(_others(exchange), pending.parts(), strict=True):
-        by_member[place] = split_columns(part, shapes)
-    joined = [join([parts[i] for parts in by_member]) for i, join in enumerate(joins)]
+    arrived = dict(zip(_others(exchange), pending.parts(), strict=True))
+    for place in range(exchange.size):
+        if place in arrived:
+            put(place, laid_out_parts(arrived[place], shapes), same)
+        else:
+            put(place, tensors, exchange.runs[place])
     pending.release()
     return joined
-
-
-def join_heads(parts: Sequence[Tensor]) -> Tensor:
-    """All heads, from the members that hold some of them each: `[rows, heads, d]`."""
-    return torch.cat(list(parts), dim=1)
-
-
-def sum_replicas(parts: Sequence[Tensor], heads: int) -> Tensor:
-    """Gradient of key-value heads from the members that hold them: `[rows, heads, d]`."""
-    copies = max(len(parts) // heads, 1)
-    summed = []
-    for start in range(0, len(parts), copies):
-        total = parts[start]
-        for part in parts[start + 1 : start + copies]:  # in order: the same bits every time
-            total = total + part
-        summed.append(total)
-    return torch.cat(summed, dim=1)
-
-
-def split_columns(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Views `[rows, heads, d]` of columns that lie side by side in `[rows, ...]`."""
-    widths = [heads * width for heads, width in shapes]
-    return [
-        part.unflatten(1, shape)
-        for part, shape in zip(buffer.split(widths, dim=1), shapes, strict=True)
-    ]
 
 
 def _form_of(like: Tensor, shapes: Sequence[tuple[int, int]]) -> Form:

@@ -84,5 +84,5 @@ def _map(descriptor: int, size: int) -> Tensor:
 
 
 def _rows(memory: Tensor, offset: int, rows: int, form: Form) -> Tensor:
-    size = rows * form.columns * form.dtype.itemsize
-    return memory[offset : offset + size].view(form.dtype).view(rows, form.columns)
+    typed = memory.view(form.dtype)
+    return typed.as_strided((rows, form.columns), (form.columns, 1), offset // typed.itemsize)

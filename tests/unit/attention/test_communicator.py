@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron.packed.attention.communicator import Form, Label
-from megatron.packed.attention.head_exchange import head_slices, sum_replicas
+from megatron.packed.attention.head_exchange import head_slices, heads_to_tokens
 from megatron.packed.attention.in_process import InProcessNetwork
+from megatron.packed.attention.plans.plan import HeadExchange
 
 LABEL = Label("keys", 3, "forward")
 
@@ -79,7 +80,13 @@ def test_neighbours_hold_the_same_key_value_head(heads, size, expected):
     assert [(s.start, s.stop) for s in head_slices(heads, size)] == expected
 
 
-def test_replicas_are_summed():
-    parts = [torch.full((1, 1, 1), float(2**i)) for i in range(4)]
-    assert sum_replicas(parts, 2).flatten().tolist() == [3.0, 12.0]
-    assert sum_replicas(parts, 4).flatten().tolist() == [1.0, 2.0, 4.0, 8.0]
+@pytest.mark.parametrize(("heads", "expected"), [(1, [15.0]), (2, [3.0, 12.0]), (4, [1, 2, 4, 8])])
+def test_what_several_members_hold_of_one_head_is_summed(heads, expected):
+    ends = (network := InProcessNetwork(4)).communicators()
+    tasks = []
+    for place in range(4):
+        exchange = HeadExchange((0, 1, 2, 3), place, member_rows=2, order=None)
+        held = torch.full((8, 1, 1), float(2**place))
+        tasks.append(heads_to_tokens(exchange, ends[place], [held], [heads], LABEL))
+    for (joined,) in network.drive(tasks):
+        assert joined.flatten().tolist() == expected * 2

@@ -57,7 +57,8 @@ def computed_pairs(case: Case) -> list[Counter[tuple[int, int]]]:
                 rows = np.concatenate(
                     [np.arange(a, a + n) for a, n in zip(send.starts, send.counts, strict=True)]
                 )
-                assert np.array_equal(rows, send.index)
+                to, start = send.runs.index
+                assert np.array_equal(to, np.arange(len(rows))) and np.array_equal(start, rows)
                 assert (rank, send.peer, step.index) not in mail
                 mail[rank, send.peer, step.index] = positions[rank][rows]
     result = []
@@ -341,8 +342,19 @@ def test_kernels_find_every_row_that_they_have_to_start(name, cp_size, window):
             assert (q_start, q_count) == (k_start, k_count)
             first[q_start : q_start + q_count] += 1
         assert first.max(initial=0) <= 1 and first.sum() == plan.real_rows
+        assert plan.padding.tolist() == np.flatnonzero(first == 0).tolist()
         for step in plan.steps[1:]:
             keys = np.zeros(step.rows_received, dtype=bool)
             for _, _, k_start, k_count, *_ in step.tiles.bands:
                 keys[k_start : k_start + k_count] = True
             assert keys.all()
+
+
+@pytest.mark.parametrize(("name", "cp_size"), CASES)
+def test_ranks_agree_on_how_gradients_travel(name, cp_size):
+    """Where no rank hears from two others at once; all ranks have to know it of all."""
+    case = make_case(name, cp_size, [40, 60, 3, 25, 70])
+    assert len({plan.is_pairwise for plan in case.plans}) == 1
+    steps = [step for plan in case.plans for step in plan.steps]
+    most = max(max(len(step.sends), len(step.receives)) for step in steps)
+    assert case.plans[0].is_pairwise == (most <= 1)

@@ -156,6 +156,7 @@ def build_attention_plan(
         ring_size=ring_size,
         steps=steps,
         head_exchange=exchange,
+        is_pairwise=len(np.unique(exchanges[1:])) == ring_size - 1,
     )
 
 

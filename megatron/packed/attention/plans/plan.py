@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.packed.attention.row_runs import RowRuns
 from megatron.packed.attention.task_graph import Mask, Tiles, expand
 from megatron.packed.attention.tile_calls import TileCall, tile_calls
 from megatron.packed.attention.tile_lists import TileList, tile_lists
@@ -29,15 +30,15 @@ class Send:
     starts: Int64
     counts: Int64
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows sent."""
         return int(self.counts.sum())
 
     @cached_property
-    def index(self) -> Int64:
-        """The rows themselves: int64 `[rows]`."""
-        return expand(self.starts, self.counts)[1]
+    def runs(self) -> RowRuns:
+        """From local rows to those of the message."""
+        return RowRuns.gather(self.starts, self.counts)
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,13 @@ class HeadExchange:
         return len(self.members)
 
     @cached_property
-    def _inverse(self) -> Int64 | None:
-        return None if self.order is None else np.argsort(self.order)
-
-    def rows_of_member(self, place: int) -> slice | Int64:
-        """Which rows in ascending order of position are a member's, in the order it holds them."""
-        rows = slice(place * self.member_rows, (place + 1) * self.member_rows)
-        return rows if self._inverse is None else self._inverse[rows]
+    def runs(self) -> tuple[RowRuns, ...]:
+        """For each member, from rows in ascending order of position to those that it holds."""
+        rows = self.member_rows
+        if self.order is None:
+            start, count = np.array([rows]), np.array([rows])
+            return tuple(RowRuns.gather(start * place, count) for place in range(self.size))
+        return tuple(map(RowRuns.of_index, np.argsort(self.order).reshape(self.size, rows)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +144,7 @@ class AttentionPlan:
         ring_size: ranks, or subgroups, that share the steps.
         steps: what to do, in order. Step 0 is local.
         head_exchange: the exchange of heads for tokens around the steps, or None.
+        is_pairwise: whether on no rank several others take part in one step.
     """
 
     kind: str
@@ -155,6 +157,7 @@ class AttentionPlan:
     ring_size: int
     steps: tuple[Step, ...]
     head_exchange: HeadExchange | None = None
+    is_pairwise: bool = True
 
     @property
     def local_tokens(self) -> int:
@@ -162,7 +165,16 @@ class AttentionPlan:
         exchange = self.head_exchange
         return self.rows if exchange is None else exchange.member_rows
 
-    @property
+    @cached_property
+    def padding(self) -> Int64:
+        """Rows that hold no token of a segment, which no tile touches: int64 `[p]`."""
+        tiles = self.steps[0].tiles
+        starts, counts = tiles.bands[: tiles.fresh, :2].T
+        is_padding = np.ones(self.rows, np.bool_)
+        is_padding[expand(starts, counts)[1]] = False
+        return np.flatnonzero(is_padding)
+
+    @cached_property
     def area(self) -> int:
         """Unmasked query-key pairs that this rank computes, per head."""
         return sum(step.tiles.area for step in self.steps)
