@@ -28,8 +28,11 @@ def copy_rows(target: Tensor, source: Tensor, runs: RowRuns) -> None:
         for to, start, count in runs.table.tolist():
             target.narrow(0, to, count).copy_(source.narrow(0, start, count))
         return
-    to, index = (torch.from_numpy(i).to(target.device) for i in runs.index)
-    target.index_copy_(0, to, source.index_select(0, index))
+    rows = _selected(source, runs)
+    if runs.fills_target:
+        target.narrow(0, 0, runs.rows).copy_(rows)
+    else:
+        target.index_copy_(0, _on(target, runs.index[0]), rows)
 
 
 def add_rows(target: Tensor, source: Tensor, runs: RowRuns) -> None:
@@ -40,8 +43,11 @@ def add_rows(target: Tensor, source: Tensor, runs: RowRuns) -> None:
         for to, start, count in runs.table.tolist():
             target.narrow(0, to, count).add_(source.narrow(0, start, count))
         return
-    to, index = (torch.from_numpy(i).to(target.device) for i in runs.index)
-    target.index_add_(0, to, source.index_select(0, index))
+    rows = _selected(source, runs)
+    if runs.fills_target:
+        target.narrow(0, 0, runs.rows).add_(rows)
+    else:
+        target.index_add_(0, _on(target, runs.index[0]), rows)
 
 
 def laid_out(memory: Tensor, rows: int, heads: int, width: int, start: int = 0) -> Tensor:
@@ -113,6 +119,17 @@ def _is_long(x: Tensor, runs: RowRuns) -> bool:
     """Whether torch does better run by run."""
     count = len(runs.table)
     return count < 2 or (x.device.type == "cpu" and runs.rows >= LONG_RUN * count)
+
+
+def _selected(source: Tensor, runs: RowRuns) -> Tensor:
+    """The rows that runs take, in their order. An index is sent to the device only if it must."""
+    if runs.inverse.fills_target:
+        return source.narrow(0, 0, runs.rows)
+    return source.index_select(0, _on(source, runs.index[1]))
+
+
+def _on(x: Tensor, index: Int64) -> Tensor:
+    return torch.from_numpy(index).to(x.device)
 
 
 def _put_natively(add: bool, target: Tensor, source: Tensor, runs: RowRuns) -> bool:

@@ -1,9 +1,10 @@
 """The messages of the executor: rows of keys and values, and their gradients on the way back.
 
-One message a peer and step. Keys and values travel one after the other, each as kernels read it
-fastest; gradients side by side, `[rows, kv_heads * d + kv_heads * dv]`, because kernels write them
-where rows of all peers lie end to end. A message is written once,
-from where its rows lie, into memory of the communicator; nothing that stays is copied.
+One message a peer and step, which holds keys, then values, as kernels read them fastest, or their
+gradients as kernels write them. Where rows of several peers lie end to end in one step, gradients
+of keys and values lie side by side in each row, `[rows, kv_heads * d + kv_heads * dv]`, so that
+each peer's are one piece. A message is written once, from where its rows lie, into memory of the
+communicator; nothing that stays is copied.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RowExchanges:
     """Posts the messages of one pass over a plan.
 
     Args:
+        plan: this rank's.
         communicator: this rank's.
         key: `[rows, kv_heads, d]`.
         value: `[rows, kv_heads, dv]`.

@@ -47,6 +47,12 @@ class RowRuns:
         return RowRuns(np.ascontiguousarray(self.table[:, [1, 0, 2]]))
 
     @cached_property
+    def fills_target(self) -> bool:
+        """Whether they lie end to end in the target, from its first row on."""
+        to, counts = self.table[:, 0], self.table[:, 2]
+        return bool((to == np.cumsum(counts) - counts).all())
+
+    @cached_property
     def rows(self) -> int:
         """How many rows."""
         return int(self.table[:, 2].sum())

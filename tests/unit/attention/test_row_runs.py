@@ -95,6 +95,16 @@ def test_the_inverse_brings_rows_back(case):
     assert start.tolist() == runs.inverse.index[0].tolist()
 
 
+@given(some_runs())
+def test_where_no_index_is_needed(case):
+    runs, *_ = case
+    to, start = runs.index
+    # An empty run somewhere else makes it say no; that costs time alone.
+    assert not runs.fills_target or to.tolist() == list(range(len(to)))
+    assert not runs.inverse.fills_target or start.tolist() == list(range(len(to)))
+    assert RowRuns.gather(runs.table[:, 1], runs.table[:, 2]).fills_target
+
+
 @given(st.lists(st.integers(0, 40), max_size=40))
 def test_runs_of_an_index(index):
     runs = RowRuns.of_index(np.array(index, np.int64))
