@@ -22,32 +22,12 @@ def copy_rows(target: Tensor, source: Tensor, runs: RowRuns) -> None:
         source: `[rows, heads, width]` of the same dtype.
         runs: which rows.
     """
-    if _put_natively(False, target, source, runs):
-        return
-    if _is_long(target, runs):
-        for to, start, count in runs.table.tolist():
-            target.narrow(0, to, count).copy_(source.narrow(0, start, count))
-        return
-    rows = _selected(source, runs)
-    if runs.fills_target:
-        target.narrow(0, 0, runs.rows).copy_(rows)
-    else:
-        target.index_copy_(0, _on(target, runs.index[0]), rows)
+    _put(target, source, runs, add=False)
 
 
 def add_rows(target: Tensor, source: Tensor, runs: RowRuns) -> None:
     """Add some rows of a tensor to those of another; arguments as those of `copy_rows`."""
-    if _put_natively(True, target, source, runs):
-        return
-    if _is_long(target, runs):
-        for to, start, count in runs.table.tolist():
-            target.narrow(0, to, count).add_(source.narrow(0, start, count))
-        return
-    rows = _selected(source, runs)
-    if runs.fills_target:
-        target.narrow(0, 0, runs.rows).add_(rows)
-    else:
-        target.index_add_(0, _on(target, runs.index[0]), rows)
+    _put(target, source, runs, add=True)
 
 
 def laid_out(memory: Tensor, rows: int, heads: int, width: int, start: int = 0) -> Tensor:
@@ -115,6 +95,22 @@ def new_rows(
     return made
 
 
+def _put(target: Tensor, source: Tensor, runs: RowRuns, add: bool) -> None:
+    if _put_natively(target, source, runs, add):
+        return
+    put = Tensor.add_ if add else Tensor.copy_
+    if _is_long(target, runs):
+        for to, start, count in runs.table.tolist():
+            put(target.narrow(0, to, count), source.narrow(0, start, count))
+        return
+    rows = _selected(source, runs)
+    if runs.fills_target:
+        put(target.narrow(0, 0, runs.rows), rows)
+        return
+    put_at = Tensor.index_add_ if add else Tensor.index_copy_
+    put_at(target, 0, _on(target, runs.index[0]), rows)
+
+
 def _is_long(x: Tensor, runs: RowRuns) -> bool:
     """Whether torch does better run by run."""
     count = len(runs.table)
@@ -132,7 +128,7 @@ def _on(x: Tensor, index: Int64) -> Tensor:
     return torch.from_numpy(index).to(x.device)
 
 
-def _put_natively(add: bool, target: Tensor, source: Tensor, runs: RowRuns) -> bool:
+def _put_natively(target: Tensor, source: Tensor, runs: RowRuns, add: bool) -> bool:
     native = cpu_ops.suitable(target, source)
     if native is None or target.stride(2) != 1 or source.stride(2) != 1:
         return False
