@@ -42,8 +42,8 @@ Range rows_of_keys(const Tile &tile, Range keys) {
 
 int64_t filled(int64_t count) { return (count + product_lanes - 1) / product_lanes * product_lanes; }
 
-// Zeros behind the last keys of a tile, to fill up the lanes of a product. Keys that a block can't see for
-// another reason are not replaced by any: what is computed must not depend on which rows come together.
+// Zeros behind the last keys of a tile, to fill up the lanes of a product. Only there: what is computed
+// for a row must not depend on the rows it comes with.
 int64_t padding_of(const Tile &tile, Range keys) {
     return keys.end == tile.k_count ? filled(tile.k_count) - tile.k_count : 0;
 }

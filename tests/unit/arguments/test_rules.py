@@ -11,13 +11,15 @@ from megatron.packed.arguments import config_from_flags, override, rules
 from megatron.packed.errors import ConfigurationError
 
 from .broken_attention import BROKEN_ATTENTION
+from .broken_context_parallel import BROKEN_CONTEXT_PARALLEL
+from .broken_data import BROKEN_DATA
 from .broken_faults import BROKEN_FAULTS
 from .broken_layers import BROKEN_LAYERS
+from .broken_linear_attention import BROKEN_LINEAR_ATTENTION
 from .broken_optimizer import BROKEN_OPTIMIZER
 from .broken_pipeline import BROKEN_PIPELINE
+from .broken_schedules import BROKEN_SCHEDULES
 from .flags import MINIMAL
-
-DELTA = "--experimental-attention-variant gated_delta_net"
 
 # (rule, flags that break it and nothing else, what the message must hold, WORLD_SIZE)
 BROKEN = [
@@ -45,8 +47,12 @@ BROKEN = [
         )
     ),
     *BROKEN_ATTENTION,
+    *BROKEN_CONTEXT_PARALLEL,
+    *BROKEN_DATA,
     *BROKEN_FAULTS,
     *BROKEN_LAYERS,
+    *BROKEN_LINEAR_ATTENTION,
+    *BROKEN_SCHEDULES,
     (
         "retention_keeps_what_is_saved",
         "--save x --save-interval 4 --save-retain-interval 6",
@@ -140,308 +146,7 @@ BROKEN = [
         "not selective",
         1,
     ),
-    ("learning_rate", "--min-lr 0.1", "--min-lr 0.1: must be at most --lr 0.001", 1),
-    ("learning_rate", "--lr-warmup-init 0.1", "--lr-warmup-init 0.1", 1),
-    ("warmup", "--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "exclude each other", 1),
-    ("warmup", "--lr-warmup-iters 100", "warm-up of 100 iterations", 1),
-    ("warmup", "--lr-warmup-fraction 1.0", "warm-up of 100 iterations", 1),
-    ("final_decay", "--lr-decay-style WSD", "needs --lr-wsd-decay-iters", 1),
-    ("final_decay", "--lr-wsd-decay-iters 5", "needs --lr-decay-style WSD", 1),
-    (
-        "final_decay",
-        "--lr-decay-style WSD --lr-wsd-decay-iters 101",
-        "--lr-wsd-decay-iters 101: must be at most",
-        1,
-    ),
-    ("weight_decay", "--start-weight-decay 0.1", "need --weight-decay-incr-style", 1),
-    ("weight_decay", "--weight-decay-incr-style cosine", "--start-weight-decay", 1),
-    (
-        "weight_decay",
-        "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
-        "--end-weight-decay 0.1",
-        1,
-    ),
-    ("data_source", "--data-path a", "--data-path and --mock-data: exclude", 1),
-    ("split_proportions", "--split 90,ten", "--split 90,ten", 1),
-    ("split_proportions", "--split 0,0,0", "not all 0", 1),
-    ("split_proportions", "--split 1,1,1,1", "up to three", 1),
-    (
-        "tokenizer",
-        "--tokenizer-type HuggingFaceTokenizer",
-        "HuggingFaceTokenizer: needs --tokenizer-model",
-        1,
-    ),
-    (
-        "fine_tuning",
-        "--sft-tokenizer-prompt-format chatml",
-        "--sft-tokenizer-prompt-format chatml: is how --sft",
-        1,
-    ),
-    ("fill_in_the_middle", "--fim-data", "--fim-data: --mock-data has no text to change", 1),
-    ("dataloader", "--dataloader-type external", "external is refused: it takes iterators", 1),
-    (
-        "validation_sets",
-        "--multiple-validation-sets",
-        "--multiple-validation-sets: needs --valid-data-path",
-        1,
-    ),
-    ("validation_sets", "--validation-set-names a b", "--validation-set-names a b: names those", 1),
-    (
-        "evaluation_batch",
-        "--eval-global-batch-size 3 --eval-micro-batch-size 2",
-        "--eval-global-batch-size 3: must be a multiple of --eval-micro-batch-size 2 x 1",
-        1,
-    ),
-    ("tokenizer", "--tokenizer-type Llama2Tokenizer", "Llama2Tokenizer: needs --tokenizer-mod", 1),
-    (
-        "tokenizer_options",
-        "--tokenizer-special-tokens a",
-        "--tokenizer-special-tokens a: are TikTokenizer's; those of NullTokenizer are in",
-        1,
-    ),
-    ("tokenizer", "--tokenizer-type GPT2BPETokenizer", "needs --vocab-file and --merge-file", 1),
-    (
-        "tokenizer",
-        "--tokenizer-type TikTokenizer --tokenizer-model x",
-        "needs --tiktoken-pattern",
-        1,
-    ),
-    (
-        "tokenizer",
-        "--tokenizer-type BertWordPieceCase",
-        "BertWordPieceCase is refused: it belongs to BERT",
-        1,
-    ),
-    ("packing_switch", "--packing-alignment pack", "pack: needs --use-packed-sequence", 1),
-    ("packing_switch", "--packing-strategy next_fit", "next_fit: needs --use-packed-sequence", 1),
-    ("packing_switch", "--document-boundaries index", "index: needs --use-packed-sequence", 1),
-    ("packing_switch", "--packed-sequence-capacity 512", "512: needs --use-packed-sequence", 1),
-    ("packing_switch", "--check-packing-metadata", "metadata: needs --use-packed-sequence", 1),
-    (
-        "packing_strategy",
-        "--use-packed-sequence --packing-window 10 --packing-strategy next_fit",
-        "--packing-window 10: is windowed_best_fit's, and --packing-strategy is next_fit",
-        1,
-    ),
-    (
-        "packing_strategy",
-        "--use-packed-sequence --overlong-documents drop",
-        "--overlong-documents drop: needs a --packing-strategy that packs whole documents",
-        1,
-    ),
-    (
-        "packing_strategy",
-        "--use-packed-sequence --packing-strategy next_fit --document-boundaries eod",
-        "--document-boundaries eod: --packing-strategy next_fit takes whole documents",
-        1,
-    ),
-    (
-        "packing_strategy",
-        "--use-packed-sequence --packing-strategy next_fit --dataloader-type cyclic",
-        "--dataloader-type cyclic: --packing-strategy next_fit shuffles the documents",
-        1,
-    ),
-    (
-        "pack_capacity",
-        "--use-packed-sequence --packed-sequence-capacity 255",
-        "--packed-sequence-capacity 255: must be at least --micro-batch-size 2 x --seq-length 128",
-        1,
-    ),
-    (
-        "exchange",
-        "--cp-comm-type p2p a2a --context-parallel-size 2",
-        "--cp-comm-type p2p a2a: 2 values for --num-layers 4",
-        2,
-    ),
-    (
-        "exchange",
-        "--cp-comm-type dispatch --context-parallel-size 2",
-        "--cp-comm-type dispatch: ContextParallelHelper has no such .* needs --use-packed-sequence",
-        2,
-    ),
-    (
-        "exchange",
-        "--cp-comm-type p2p dispatch p2p p2p --context-parallel-size 2 --use-packed-sequence",
-        "--cp-comm-type dispatch: RingAttnContextParallelHelper has no such exchange",
-        2,
-    ),
-    (
-        "exchange",
-        "--cp-comm-type p2p striped p2p a2a --context-parallel-size 2 --use-packed-sequence",
-        r"--cp-comm-type p2p striped a2a: all layers share one .*\(p2p zigzag, striped striped",
-        2,
-    ),
-    (
-        "hierarchical_sizes",
-        "--cp-comm-type a2a+p2p --context-parallel-size 4",
-        r"a2a\+p2p: needs --hierarchical-context-parallel-sizes",
-        4,
-    ),
-    (
-        "hierarchical_sizes",
-        "--hierarchical-context-parallel-sizes 2 2 --context-parallel-size 4",
-        "sizes 2 2: needs --cp-comm-type a2a",
-        4,
-    ),
-    (
-        "hierarchical_sizes",
-        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 --context-parallel-size 4",
-        "sizes 4: must be two numbers",
-        4,
-    ),
-    (
-        "hierarchical_sizes",
-        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4 "
-        "--context-parallel-size 4",
-        "sizes 2 4: multiply to 8, which must be --context-parallel-size 4",
-        4,
-    ),
-    (
-        "chunk_size",
-        "--magi-attn-chunk-size 64 --use-packed-sequence --context-parallel-size 2",
-        "--magi-attn-chunk-size 64: needs --attention-backend magi",
-        2,
-    ),
-    (
-        "chunk_size",
-        "--magi-attn-chunk-size 48 --attention-backend magi --use-packed-sequence",
-        "--magi-attn-chunk-size 48: must be a power of two.* 32 would do",
-        1,
-    ),
-    (
-        "heads_over_context_parallel",
-        "--cp-comm-type a2a --context-parallel-size 3 --use-packed-sequence",
-        "--cp-comm-type a2a: shares 4 heads of a tensor-parallel rank out over 3 context-parallel",
-        3,
-    ),
-    (
-        "heads_over_context_parallel",
-        "--attention-backend flex --context-parallel-size 4 --use-packed-sequence "
-        "--num-attention-heads 12 --hidden-size 96 --group-query-attention --num-query-groups 6",
-        "--cp-comm-type a2a: 6 key-value heads .* multiple or a divisor of 4",
-        4,
-    ),
-    (
-        "heads_over_context_parallel",
-        "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1 "
-        "--tensor-model-parallel-size 2 --context-parallel-size 4 --use-packed-sequence",
-        "p2p: shares 2 heads of a tensor-parallel rank out over 4",
-        8,
-    ),
-    (
-        "rows_over_context_parallel",
-        "--context-parallel-size 2 --seq-length 126",
-        "--seq-length 126: must be a multiple of 4, .*--use-packed-sequence",
-        2,
-    ),
-    (
-        "rows_over_context_parallel",
-        "--context-parallel-size 2 --seq-length 126 --cp-comm-type striped "
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--seq-length 126: must be a multiple of 4",
-        4,
-    ),
-    (
-        "segment_alignment",
-        "--context-parallel-size 2 --use-packed-sequence --packing-alignment pack",
-        "--packing-alignment pack: --cp-comm-type p2p cuts every segment",
-        2,
-    ),
-    (
-        "attention_dropout",
-        "--context-parallel-size 2 --attention-dropout 0.1",
-        "--attention-dropout 0.1: must be 0 with --context-parallel-size 2",
-        2,
-    ),
     ("experiment_name", "--wandb-project p", "--wandb-exp-name", 1),
-    (
-        "linear_layers",
-        "--linear-attention-freq 2",
-        "--linear-attention-freq 2: needs --experimental-attention-variant gated_delta_net",
-        1,
-    ),
-    (
-        "linear_layers",
-        f"{DELTA} --linear-attention-freq [1,0]",
-        "--linear-attention-freq .*must have a 0 or 1 for each of --num-layers 4",
-        1,
-    ),
-    (
-        "linear_layers",
-        f"{DELTA} --linear-attention-freq often",
-        "--linear-attention-freq often: 'often': must be a whole number",
-        1,
-    ),
-    ("linear_layers", f"{DELTA}", "is needed to say which layers", 1),
-    (
-        "linear_heads",
-        f"{DELTA} --linear-attention-freq 2 --linear-num-key-heads 5",
-        "--linear-num-value-heads 32: must be a multiple of --linear-num-key-heads 5",
-        1,
-    ),
-    (
-        "linear_heads",
-        f"{DELTA} --linear-attention-freq 2 --linear-num-key-heads 2 "
-        "--tensor-model-parallel-size 4",
-        "--linear-num-key-heads 2: must be a multiple of --tensor-model-parallel-size 4",
-        4,
-    ),
-    (
-        "linear_layer_surroundings",
-        f"{DELTA} --linear-attention-freq 2 --context-parallel-size 2",
-        "isn't spread over --context-parallel-size 2",
-        2,
-    ),
-    (
-        "sparse_attention",
-        "--experimental-attention-variant dsa",
-        "--experimental-attention-variant dsa is refused: it attends to the keys",
-        1,
-    ),
-    (
-        "run_length",
-        "--train-samples 400",
-        "--train-iters 100 and --train-samples 400: exclude each other",
-        1,
-    ),
-    (
-        "run_length",
-        "--lr-warmup-samples 20",
-        "--lr-warmup-samples 20: the run is counted by --train-iters",
-        1,
-    ),
-    (
-        "run_length",
-        "--lr-decay-samples 20",
-        "use the flag that ends in -iters",
-        1,
-    ),
-    (
-        "sizes_of_batches",
-        "--step-batch-size-schedule 0:2 --global-batch-size 4",
-        "--step-batch-size-schedule and --global-batch-size: exclude each other",
-        1,
-    ),
-    (
-        "sizes_of_batches",
-        "--step-batch-size-schedule 0:6",
-        "--step-batch-size-schedule 0:6: 6 samples must be a multiple of --micro-batch-size 2 x 2",
-        2,
-    ),
-    (
-        "sizes_of_batches",
-        "--step-batch-size-schedule '0:2 1K:8' --pipeline-model-parallel-size 2 "
-        "--num-virtual-stages-per-pipeline-rank 2",
-        "--step-batch-size-schedule 0:2 1K:8: gives 1 micro-batches a step, and virtual stages",
-        2,
-    ),
-    ("sizes_of_batches", "--step-batch-size-schedule 4", "'4': must be tokens:samples", 1),
-    (
-        "sizes_of_batches",
-        "--rampup-batch-size 2 4 100 --global-batch-size 8",
-        "--rampup-batch-size 2 4 100: increments of 4 must lead from 2 to --global-batch-size 8",
-        1,
-    ),
     *BROKEN_PIPELINE,
     (
         "deeper_predictions",
