@@ -1,4 +1,4 @@
-"""Command lines that each break one rule on layers without softmax attention; see `test_rules.py`."""
+"""Command lines that each break one rule on linear attention layers; see `test_rules.py`."""
 
 from __future__ import annotations
 
